@@ -1,0 +1,148 @@
+// The normaliser of a safe softmax as a monoid, in base 2.
+//
+// A state stands for the number 2^ref * sum. `ref` is a shared exponent, usually but not
+// necessarily the running maximum; the empty set is ref = kEmpty, sum = 0. Templates on T: float,
+// double, a vector of rows. The exponential of a difference is written here and nowhere else.
+// Includes scalar.h only.
+#pragma once
+
+#include "onefold/algebra/scalar.h"
+
+namespace onefold {
+
+template <class T>
+inline T empty_ref() {
+  return Arith<T>::splat(kEmpty<typename Arith<T>::Scalar>);
+}
+template <class T>
+inline T zero() {
+  return Arith<T>::splat(typename Arith<T>::Scalar(0));
+}
+
+template <class T>
+struct Softmax {
+  T ref = empty_ref<T>();
+  T sum = zero<T>();
+};
+
+// How much each side counts after a merge, and the exponent they now share.
+template <class T>
+struct Weights {
+  T ref, a, b;
+};
+
+// An empty reference read as 0, so that empty minus empty is never evaluated.
+template <class T>
+inline T anchor(T ref) {
+  return Arith<T>::select(Arith<T>::equal(ref, empty_ref<T>()), zero<T>(), ref);
+}
+// 2^(from - to). `to` has been anchored.
+template <class T>
+inline T weight_from(T from, T anchored_to) {
+  return Arith<T>::exp2(from - anchored_to);
+}
+template <class T>
+inline T weight(T from, T to) {
+  return weight_from(from, anchor(to));
+}
+
+template <class T>
+inline Weights<T> weigh(T a, T b) {
+  const T ref = Arith<T>::max(a, b);
+  return {ref, weight(a, ref), weight(b, ref)};
+}
+
+// w.a * a + w.b * b with one rounding. One of the weights is exactly 1 (or both sides are empty),
+// so this is bitwise commutative; an empty side is skipped, so it is bitwise neutral.
+template <class T>
+inline T combine(const Weights<T>& w, T a_ref, T a, T b_ref, T b) {
+  using A = Arith<T>;
+  const T one = A::splat(typename A::Scalar(1));
+  const T sum = A::select(A::equal(w.b, one), A::fma(a, w.a, b), A::fma(b, w.b, a));
+  return A::select(A::equal(b_ref, empty_ref<T>()), a,
+                   A::select(A::equal(a_ref, empty_ref<T>()), b, sum));
+}
+
+template <class T>
+inline Softmax<T> merge(const Softmax<T>& x, const Softmax<T>& y) {
+  const Weights<T> w = weigh(x.ref, y.ref);
+  return {w.ref, combine(w, x.ref, x.sum, y.ref, y.sum)};
+}
+
+// Base-2 log-sum-exp; kEmpty for the empty set.
+template <class T>
+inline T lse(const Softmax<T>& s) {
+  using A = Arith<T>;
+  return A::select(A::equal(s.sum, zero<T>()), empty_ref<T>(), s.ref + A::log2(s.sum));
+}
+
+// Reference policies: what ref becomes when scores up to `top` join. Any choice that keeps
+// 2^(score - ref) finite represents the same number.
+struct MaximumGauge {
+  template <class T>
+  static T raise(T ref, T top) {
+    return Arith<T>::max(ref, top);
+  }
+};
+// Integers only: rescaling multiplies by a power of two and is exact.
+struct IntegerGauge {
+  template <class T>
+  static T raise(T ref, T top) {
+    return Arith<T>::max(ref, Arith<T>::ceil(top));
+  }
+};
+// Moves only when the new maximum is more than kLag above: weights stay below 2^kLag.
+template <int kLag>
+struct LaggingGauge {
+  template <class T>
+  static T raise(T ref, T top) {
+    using A = Arith<T>;
+    const T limit = ref + A::splat(typename A::Scalar(kLag));
+    return A::select(A::less(limit, top), top, ref);
+  }
+};
+
+// Raises the reference for scores whose maximum (in units of ref) is `top`. Returns the factor by
+// which whatever was accumulated against the old reference must be multiplied; sum already is.
+template <class Gauge, class T>
+inline T raise(Softmax<T>& state, T top) {
+  const T ref = Gauge::raise(state.ref, top);
+  const T keep = weight(state.ref, ref);
+  state.sum = state.sum * keep;
+  state.ref = ref;
+  return keep;
+}
+
+// Absorbs a tile: merge fused with lift. `scores` are unscaled, c * score is in base 2 (c > 0). On
+// return they are weights against state.ref. Returns the factor of whatever was there before.
+template <class Gauge, class T>
+inline T absorb(Softmax<T>& state, T* scores, long long count, T c) {
+  using A = Arith<T>;
+  T top = empty_ref<T>();
+  for (long long idx = 0; idx < count; ++idx) top = A::max(top, scores[idx] * c);
+  const T keep = raise<Gauge>(state, top);
+  const T against = anchor(state.ref);
+  T sum = zero<T>();
+  for (long long idx = 0; idx < count; ++idx) {
+    scores[idx] = weight_from(scores[idx] * c, against);
+    sum = sum + scores[idx];
+  }
+  state.sum = state.sum + sum;
+  return keep;
+}
+
+// The normaliser as a fold over base-2 scores.
+template <class T>
+struct SoftmaxFold {
+  using State = Softmax<T>;
+  static State identity() { return {}; }
+  static State merge(const State& a, const State& b) { return onefold::merge(a, b); }
+  static State lift(T score) {
+    // A hidden key is the identity, not a key of weight one.
+    return {score, Arith<T>::select(Arith<T>::equal(score, empty_ref<T>()), zero<T>(),
+                                    Arith<T>::splat(typename Arith<T>::Scalar(1)))};
+  }
+  static T finish(const State& s) { return lse(s); }
+};
+
+}  // namespace onefold
