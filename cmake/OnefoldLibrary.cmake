@@ -1,0 +1,58 @@
+# The library. Each folder of src/ is one layer; which may include which is checked by `dev check`.
+
+file(GLOB onefold_sources CONFIGURE_DEPENDS
+  src/*.cc src/core/*.cc src/plan/*.cc src/cpu/*.cc src/reference/*.cc)
+file(GLOB onefold_kernels CONFIGURE_DEPENDS src/cpu/isa_*.cc)
+if(onefold_kernels)
+  list(REMOVE_ITEM onefold_sources ${onefold_kernels})
+endif()
+# A product and a sum are two roundings unless the source says fma: the compiler does not decide.
+# (The kernel files below decide for themselves.)
+set_source_files_properties(${onefold_sources} PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
+
+# One kernel body, compiled once per instruction set and chosen at run time. Only these files see
+# instruction-set flags: an inline function of a shared header compiled with them could be the copy
+# that the linker keeps for everyone.
+set(onefold_isa_flags_baseline "")
+set(onefold_isa_flags_avx2 -mavx2 -mfma -mf16c)
+set(onefold_isa_flags_avx512 ${onefold_isa_flags_avx2}
+    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
+
+set(onefold_is_x86_64 FALSE)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$" AND CMAKE_SIZEOF_VOID_P EQUAL 8)
+  set(onefold_is_x86_64 TRUE)
+endif()
+
+foreach(file IN LISTS onefold_kernels)
+  # isa_avx2.cc, isa_avx2_backward.cc, ...: the word after isa_ names the instruction set.
+  string(REGEX REPLACE "^.*/isa_([a-z0-9]+)[a-z0-9_]*\\.cc$" "\\1" isa "${file}")
+  if(NOT DEFINED onefold_isa_flags_${isa})
+    message(FATAL_ERROR "${file}: cmake/OnefoldLibrary.cmake has no flags for '${isa}'.")
+  endif()
+  if(isa STREQUAL "baseline" OR onefold_is_x86_64)
+    list(APPEND onefold_sources ${file})
+    set_source_files_properties(${file} PROPERTIES COMPILE_OPTIONS
+      "$<$<NOT:$<BOOL:${ONEFOLD_SANITIZE}>>:-O3>;${onefold_isa_flags_${isa}}")
+  endif()
+endforeach()
+
+if(NOT onefold_sources)  # only headers so far
+  file(WRITE ${PROJECT_BINARY_DIR}/empty.cc "")
+  set(onefold_sources ${PROJECT_BINARY_DIR}/empty.cc)
+endif()
+add_library(onefold ${onefold_sources})
+add_library(onefold::onefold ALIAS onefold)
+onefold_flags(onefold)
+target_compile_features(onefold PUBLIC cxx_std_20)
+target_include_directories(onefold
+  PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
+         $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>
+  PRIVATE src)
+
+target_compile_definitions(onefold PRIVATE ONEFOLD_VERSION="${PROJECT_VERSION}")  # for info()
+
+find_package(Threads REQUIRED)
+target_link_libraries(onefold PRIVATE Threads::Threads ${CMAKE_DL_LIBS})
+
+set_target_properties(onefold PROPERTIES
+  VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR})
