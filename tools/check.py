@@ -121,8 +121,8 @@ def blank_comments(text: str) -> str:
     def blank(match: re.Match) -> str:
         return re.sub(r"[^\n]", " ", match.group())
 
-    # 1'000'000 is a number, not a character.
-    return re.sub(pattern, blank, re.sub(r"(?<=[0-9a-fA-F])'(?=[0-9a-fA-F])", "0", text), flags=re.S)
+    text = re.sub(r"(?<=[0-9a-fA-F])'(?=[0-9a-fA-F])", "0", text)  # 1'000 is no character
+    return re.sub(pattern, blank, text, flags=re.S)
 
 
 def argument(text: str, start: int) -> str:
