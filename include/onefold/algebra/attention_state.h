@@ -49,7 +49,7 @@ struct AttentionFold {
   static State lift(const Item& key) {
     State s;
     s.norm = SoftmaxFold<T>::lift(key.score);
-    for (int d = 0; d < kDim; ++d) s.out[d] = s.norm.sum == T(0) ? T(0) : key.value[d];
+    for (int d = 0; d < kDim; ++d) s.out[d] = unless_empty(s, key.value[d]);
     return s;
   }
 
@@ -63,15 +63,21 @@ struct AttentionFold {
   static Wire<T, kDim> finish(const State& s) {
     Wire<T, kDim> w;
     w.lse = lse(s.norm);
-    for (int d = 0; d < kDim; ++d) w.out[d] = s.norm.sum == T(0) ? T(0) : s.out[d] / s.norm.sum;
+    for (int d = 0; d < kDim; ++d) w.out[d] = unless_empty(s, s.out[d] / s.norm.sum);
     return w;
   }
 
   static State from_wire(const Wire<T, kDim>& w) {
     State s;
     s.norm = SoftmaxFold<T>::lift(w.lse);
-    for (int d = 0; d < kDim; ++d) s.out[d] = s.norm.sum == T(0) ? T(0) : w.out[d];
+    for (int d = 0; d < kDim; ++d) s.out[d] = unless_empty(s, w.out[d]);
     return s;
+  }
+
+ private:
+  // Zero by selection: whatever stands at the value of a hidden key has no effect.
+  static T unless_empty(const State& s, T x) {
+    return Arith<T>::select(Arith<T>::equal(s.norm.sum, zero<T>()), zero<T>(), x);
   }
 };
 

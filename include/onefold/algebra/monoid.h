@@ -40,14 +40,15 @@ constexpr typename F::State fold_tree(const Item* items, long long count) {
   return F::merge(fold_tree<F>(items, half), fold_tree<F>(items + half, count - half));
 }
 
-// A plain sum, the monoid of gradients.
+// A plain sum, the monoid of gradients. Minus zero is the number that IEEE addition leaves every
+// other one alone by, signs of zeros included; the sum over nothing is plus zero.
 template <class T>
 struct Sum {
   using State = T;
-  static constexpr T identity() { return T(0); }
+  static constexpr T identity() { return -T(0); }
   static constexpr T merge(T a, T b) { return a + b; }
   static constexpr T lift(T item) { return item; }
-  static constexpr T finish(T state) { return state; }
+  static constexpr T finish(T state) { return state + T(0); }
 };
 
 }  // namespace onefold

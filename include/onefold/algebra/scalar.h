@@ -61,7 +61,7 @@ struct ScalarArith {
   static T tanh(T x) { return math::tanh(x); }
   static T ceil(T x) { return math::ceil(x); }
   static T fma(T a, T b, T c) { return math::fma(a, b, c); }
-  static T abs(T x) { return x < T(0) ? -x : x; }
+  static T abs(T x) { return x > T(0) ? x : T(0) - x; }
   // A NaN in `b` wins, one in `a` is dropped: pass the running value first.
   static T max(T a, T b) { return a > b ? a : b; }
   static bool less(T a, T b) { return a < b; }

@@ -52,15 +52,18 @@ inline Weights<T> weigh(T a, T b) {
   return {ref, weight(a, ref), weight(b, ref)};
 }
 
-// w.a * a + w.b * b with one rounding. One of the weights is exactly 1 (or both sides are empty),
-// so this is bitwise commutative; an empty side is skipped, so it is bitwise neutral.
+// w.a * a + w.b * b with one rounding. One of the weights is exactly 1 (or both sides are empty), so
+// this is bitwise commutative. An empty side is skipped, so it is bitwise neutral; what stands
+// beside an empty reference and is not zero is a NaN that a maximum has dropped, and stays one.
 template <class T>
 inline T combine(const Weights<T>& w, T a_ref, T a, T b_ref, T b) {
   using A = Arith<T>;
   const T one = A::splat(typename A::Scalar(1));
   const T sum = A::select(A::equal(w.b, one), A::fma(a, w.a, b), A::fma(b, w.b, a));
-  return A::select(A::equal(b_ref, empty_ref<T>()), a,
-                   A::select(A::equal(a_ref, empty_ref<T>()), b, sum));
+  const T without_a = A::select(A::equal(a, zero<T>()), b, sum);
+  const T without_b = A::select(A::equal(b, zero<T>()), a, sum);
+  return A::select(A::equal(b_ref, empty_ref<T>()), without_b,
+                   A::select(A::equal(a_ref, empty_ref<T>()), without_a, sum));
 }
 
 template <class T>
@@ -137,11 +140,9 @@ struct SoftmaxFold {
   using State = Softmax<T>;
   static State identity() { return {}; }
   static State merge(const State& a, const State& b) { return onefold::merge(a, b); }
-  static State lift(T score) {
-    // A hidden key is the identity, not a key of weight one.
-    return {score, Arith<T>::select(Arith<T>::equal(score, empty_ref<T>()), zero<T>(),
-                                    Arith<T>::splat(typename Arith<T>::Scalar(1)))};
-  }
+  // A key weighs 1 against itself, a hidden one 0: lift(kEmpty) is the identity. A score of NaN or
+  // plus infinity has no weight; its NaN is in `sum` and survives every merge.
+  static State lift(T score) { return {score, weight(score, score)}; }
   static T finish(const State& s) { return lse(s); }
 };
 
