@@ -1,0 +1,212 @@
+"""The public functions: each hands normalised arguments to the front end of its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+from ._dispatch import front_end
+from ._options import Causal, Options, Window, arguments, refuse_mods
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: Causal = False,
+    window: Window = (None, None),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux: Sequence[Any] | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    r"""Exact softmax attention of torch tensors or NumPy arrays on the CPU.
+
+    For one query row i of head h, over the visible keys j::
+
+        X_j = scale * q_i . k_j      Y_j = softcap * tanh(X_j / softcap)   (X_j without softcap)
+        Z_j = Y_j + bias_ij - slope_h * abs(i + Sk - Sq - j)
+        lse = log(sum_j exp(Z_j) + exp(sink_h))
+        out = sum_j exp(Z_j - lse) * keep_ij / (1 - dropout_p) * v_j
+
+    A row that sees no key and has no sink gives out 0, lse -inf and zero gradients.
+
+    Args:
+        q: (B, Sq, Hq, D), or packed (Tq, Hq, D) with ``cu_seqlens_q``; float32, bfloat16, float16
+            or float64. Any strides; only a last stride other than 1 may cost a copy.
+        k: (B, Sk, Hk, D) or (Tk, Hk, D), q's dtype. Hk divides Hq (grouped queries).
+        v: (B, Sk, Hk, Dv) or (Tk, Hk, Dv), q's dtype.
+        scale: any finite number; default 1 / sqrt(D).
+        causal: ``True`` or ``"bottom_right"``: query i sees key j when j <= i + Sk - Sq;
+            ``"top_left"``: when j <= i.
+        window: keys visible to the left and right of the diagonal, inclusive; None is unbounded.
+            The diagonal is the bottom-right one unless ``causal="top_left"``.
+        softcap: 0 is off; in units of the scaled scores.
+        alibi_slopes: (Hq,) or (B, Hq), float32 (or float64 when q is). Differentiable.
+        bias: added to the scores; broadcastable to (B, Hq, Sq, Sk), any float dtype; minus
+            infinity hides a key. Differentiable, summed over broadcast axes.
+        mask: boolean, the same broadcasting, True = visible.
+        sinks: (Hq,), the dtype of slopes: the logit of one extra key of value zero. Differentiable.
+        dropout_p: probability of dropping a weight, after the normaliser; 1 gives zeros.
+        seed: int or one-element int64 array; None draws one from the framework's own generator.
+            The weight of (b, h, i, j) is dropped as a pure function of the seed and these four:
+            Philox4x32-10 (Salmon et al., SC 2011).
+        cu_seqlens_q: B + 1 offsets of packed sequences; int32 or int64, an array or a list. Bias
+            and mask are then indexed by the position inside each sequence.
+        cu_seqlens_k: the same for keys.
+        max_seqlen_q: longest query sequence; only needed with bias or mask, whose shape it gives.
+        max_seqlen_k: the same for keys.
+        seqused_q: (B,) used lengths, an array or a list. Rows beyond give out 0 and lse -inf.
+        seqused_k: (B,) used lengths; keys beyond are never read.
+        score_mod: not supported yet.
+        mask_mod: not supported yet.
+        aux: not supported yet.
+        deterministic: backward repeats bitwise; None follows torch's own setting. The CPU always
+            is deterministic, whatever the number of threads.
+        return_lse: also return the natural log-sum-exp, (B, Hq, Sq) or (Hq, Tq), float32 (float64
+            when q is). Differentiable.
+        out: write the result here: (B, Sq, Hq, Dv) or (Tq, Hq, Dv), q's dtype, sharing no memory
+            with an input, and no input may require a gradient.
+
+    Returns:
+        out, in q's dtype, or (out, lse).
+
+    Raises:
+        TypeError, ValueError: an argument cannot work; the sentence says what is needed.
+        NotImplementedError: it could, but not in this version or on this device.
+    """
+    if score_mod is not None or mask_mod is not None or aux is not None:
+        refuse_mods(score_mod=score_mod, mask_mod=mask_mod, aux=aux)
+    question = arguments(
+        q,
+        k,
+        v,
+        scale,
+        causal,
+        window,
+        softcap,
+        alibi_slopes,
+        bias,
+        mask,
+        sinks,
+        dropout_p,
+        seed,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_q,
+        seqused_k,
+    )
+    return front_end(q).attention(question, deterministic, return_lse, out)
+
+
+def merge_states(outs: Any, lses: Any) -> tuple[Any, Any]:
+    """Merges attention results over disjoint sets of keys into the result over their union.
+
+    Args:
+        outs: N partial outputs as `attention` returns them, (B, Sq, H, Dv) or (T, H, Dv) each, or
+            rows (R, Dv): a list, or one array with a leading axis N.
+        lses: their natural log-sum-exps: (B, H, Sq), (H, T) or (R,) each. A part that saw nothing
+            has lse -inf and changes nothing. At most one part may include an attention sink.
+
+    Returns:
+        (out, lse) in the same layouts. Differentiable in both for torch tensors:
+        out = sum_n exp(lse_n - lse) out_n,  lse = log sum_n exp(lse_n).
+    """
+    first = outs[0] if isinstance(outs, (list, tuple)) and outs else outs
+    return front_end(first, "outs").merge_states(outs, lses)
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """How one direction of a call would run."""
+
+    direction: str
+    backend: str
+    kernel: str
+    work_items: int
+    workspace_bytes: int
+    why: str
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.direction}: {self.backend}, {self.kernel}",
+            f"  work items: {self.work_items}",
+            f"  workspace: {self.workspace_bytes} bytes",
+        ]
+        lines += [f"  {line}" for line in self.why.splitlines() if line.strip()]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<onefold plan, {self.direction}: {self.backend}, {self.kernel}>"
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """The plans of a call; `str()` is the text that `explain` prints."""
+
+    forward: Plan
+    backward: Plan
+
+    def __str__(self) -> str:
+        return f"{self.forward}\n{self.backward}"
+
+    def __repr__(self) -> str:
+        return f"<onefold explanation: {self.forward.backend}, {self.forward.kernel}>"
+
+
+def explain(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> Explanation:
+    """Prints how `attention` with the same arguments would run and, for each faster path, why not.
+
+    Args:
+        q, k, v: as in `attention`.
+        options: the keywords of `attention` that say what is computed.
+
+    Returns:
+        The plans of both directions.
+    """
+    question = front_end(q).prepare(arguments(q, k, v, **options))
+    explanation = Explanation(
+        Plan("forward", *_core.plan(*question, False)),
+        Plan("backward", *_core.plan(*question, True)),
+    )
+    print(explanation)
+    return explanation
+
+
+def info() -> str:
+    """What runs here: version, instruction set, threads, cache sizes, one line each."""
+    return _core.info()
+
+
+def set_num_threads(count: int) -> None:
+    """Threads for every later call; 0 = as many as the process may use. Results do not change."""
+    _core.set_num_threads(count)
+
+
+def get_num_threads() -> int:
+    """How many threads a call uses."""
+    return _core.num_threads()

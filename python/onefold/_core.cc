@@ -1,0 +1,248 @@
+// onefold._core: the C++ API with positional arguments, for the Python front ends alone.
+//
+// Every call begins with the same `kNumArguments` objects, in the order of `kArgumentNames`; what
+// follows is per function and listed in _core.pyi. Arrays are borrowed; outputs are the caller's.
+// The GIL is released while numbers are computed. Includes nanobind and the public headers.
+#include <nanobind/nanobind.h>
+
+#include <array>
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "onefold/attention.h"
+#include "py_arguments.h"
+#include "py_tensor.h"
+
+namespace nb = nanobind;
+
+namespace onefold::python {
+namespace {
+
+enum Position : std::size_t {
+  kQ,
+  kK,
+  kV,
+  kBias,
+  kMask,
+  kSlopes,
+  kSinks,
+  kCuQ,
+  kCuK,
+  kUsedQ,
+  kUsedK,
+  kSeed,
+  kScale,
+  kCausal,
+  kLeft,
+  kRight,
+  kSoftcap,
+  kDropoutP,
+  kMaxQ,
+  kMaxK,
+};
+constexpr std::array<const char*, kNumArguments> kArgumentNames = {"q",
+                                                                   "k",
+                                                                   "v",
+                                                                   "bias",
+                                                                   "mask",
+                                                                   "alibi_slopes",
+                                                                   "sinks",
+                                                                   "cu_seqlens_q",
+                                                                   "cu_seqlens_k",
+                                                                   "seqused_q",
+                                                                   "seqused_k",
+                                                                   "seed",
+                                                                   "scale",
+                                                                   "causal",
+                                                                   "window[0]",
+                                                                   "window[1]",
+                                                                   "softcap",
+                                                                   "dropout_p",
+                                                                   "max_seqlen_q",
+                                                                   "max_seqlen_k"};
+
+[[noreturn]] void wrong_type(const char* name, nb::handle object, const char* needed) {
+  throw nb::type_error(
+      concat(name, " is a ", type_text(object), ": ", needed, " is needed").c_str());
+}
+
+std::optional<double> optional_number(nb::handle object, const char* name) {
+  if (object.is_none()) return std::nullopt;
+  if (!PyFloat_Check(object.ptr()) && !PyLong_Check(object.ptr())) {
+    wrong_type(name, object, "a Python number");
+  }
+  const double x = PyFloat_AsDouble(object.ptr());
+  if (x == -1.0 && PyErr_Occurred() != nullptr) throw nb::python_error();
+  return x;
+}
+
+double number(nb::handle object, const char* name) {
+  const std::optional<double> x = optional_number(object, name);
+  if (!x) wrong_type(name, object, "a Python number");
+  return *x;
+}
+
+// Integers beyond 64 bits are clamped: as a window or a maximum they mean the same.
+std::optional<std::int64_t> optional_integer(nb::handle object, const char* name) {
+  if (object.is_none()) return std::nullopt;
+  if (!PyLong_Check(object.ptr())) wrong_type(name, object, "an integer");
+  int overflow = 0;
+  const long long x = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);
+  if (overflow > 0) return std::numeric_limits<std::int64_t>::max();
+  if (overflow < 0) return std::numeric_limits<std::int64_t>::min();
+  return x;
+}
+
+// An int from -2^63 to 2^64 - 1, taken modulo 2^64, or an int64 tensor of one element.
+std::uint64_t read_seed(nb::handle object) {
+  if (object.is_none()) return 0;
+  if (PyLong_Check(object.ptr())) {
+    const std::uint64_t seed = PyLong_AsUnsignedLongLongMask(object.ptr());
+    if (PyErr_Occurred() != nullptr) throw nb::python_error();
+    return seed;
+  }
+  const Tensor t = tensor_from_python(object, "seed");
+  if (t.dtype != DType::kInt64 || t.elements() != 1) {
+    invalid("seed has ", t.elements(), " elements of ", name(t.dtype),
+            ": an int, or one element of int64, is needed");
+  }
+  if (t.device.type != DeviceType::kCpu) unsupported("seed is on a CUDA device: q is on the CPU");
+  return static_cast<std::uint64_t>(*static_cast<const std::int64_t*>(t.data));
+}
+
+Causal read_causal(nb::handle object) {
+  if (nb::isinstance<nb::str>(object)) {
+    const std::string text = nb::str(object).c_str();
+    if (text == "none") return Causal::kNone;
+    if (text == "bottom_right") return Causal::kBottomRight;
+    if (text == "top_left") return Causal::kTopLeft;
+  }
+  invalid("causal is ", nb::repr(object).c_str(),
+          ": False, True, \"bottom_right\" or \"top_left\" is needed");
+}
+
+void check_count(const nb::args& args, std::size_t more, const char* function) {
+  const std::size_t want = kNumArguments + more;
+  if (args.size() == want) return;
+  throw nb::type_error(
+      concat(function, " takes ", want, " positional arguments, not ", args.size()).c_str());
+}
+
+// ---- the calls ----
+
+void call_forward(const nb::args& args) {
+  check_count(args, 2, "forward");
+  const Attention attention = read_attention(args, 0);
+  const Tensor out = tensor_from_python(args[kNumArguments], "out", true);
+  const std::optional<Tensor> lse = optional_tensor(args[kNumArguments + 1], "lse", true);
+  nb::gil_scoped_release release;
+  forward({}, attention, out, lse);
+}
+
+// dout, dlse, the arguments, out, lse, then the six gradients to write, None where not wanted.
+void call_backward(const nb::args& args) {
+  check_count(args, 10, "backward");
+  const std::optional<Tensor> dout = optional_tensor(args[0], "dout");
+  const std::optional<Tensor> dlse = optional_tensor(args[1], "dlse");
+  const Attention attention = read_attention(args, 2);
+  std::size_t next = 2 + kNumArguments;
+  const Tensor out = tensor_from_python(args[next++], "out");
+  const Tensor lse = tensor_from_python(args[next++], "lse");
+  Gradients gradients;
+  gradients.dq = optional_tensor(args[next++], "dq", true);
+  gradients.dk = optional_tensor(args[next++], "dk", true);
+  gradients.dv = optional_tensor(args[next++], "dv", true);
+  gradients.dbias = optional_tensor(args[next++], "dbias", true);
+  gradients.dslopes = optional_tensor(args[next++], "dslopes", true);
+  gradients.dsinks = optional_tensor(args[next++], "dsinks", true);
+  nb::gil_scoped_release release;
+  backward({}, attention, out, lse, dout, dlse, gradients);
+}
+
+nb::tuple call_plan(const nb::args& args) {
+  check_count(args, 1, "plan");
+  const Attention attention = read_attention(args, 0);
+  const bool is_backward = nb::cast<bool>(args[kNumArguments]);
+  const Plan p = plan({}, attention, is_backward ? Direction::kBackward : Direction::kForward);
+  return nb::make_tuple(nb::str(p.backend.c_str()), nb::str(p.kernel.c_str()), p.work_items,
+                        p.workspace_bytes, nb::str(p.why.c_str()));
+}
+
+void call_merge_states(nb::handle outs, nb::handle lses, nb::handle out, nb::handle lse) {
+  const Tensor parts = tensor_from_python(outs, "outs");
+  const Tensor part_lses = tensor_from_python(lses, "lses");
+  const Tensor merged = tensor_from_python(out, "out", true);
+  const Tensor merged_lse = tensor_from_python(lse, "lse", true);
+  nb::gil_scoped_release release;
+  merge_states({}, parts, part_lses, merged, merged_lse);
+}
+
+// onefold::Error as ValueError, NotImplementedError or RuntimeError.
+void translate_error(const std::exception_ptr& thrown, void*) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const Error& error) {
+    PyObject* type = PyExc_RuntimeError;
+    if (error.kind() == ErrorKind::kInvalidArgument) type = PyExc_ValueError;
+    if (error.kind() == ErrorKind::kUnsupported) type = PyExc_NotImplementedError;
+    PyErr_SetString(type, error.what());
+  }
+}
+
+}  // namespace
+
+std::optional<Tensor> optional_tensor(nb::handle object, const char* name, bool writable) {
+  if (object.is_none()) return std::nullopt;
+  return tensor_from_python(object, name, writable);
+}
+
+Attention read_attention(const nb::args& args, std::size_t first) {
+  const auto at = [&args, first](Position position) -> nb::handle {
+    return args[first + position];
+  };
+  const auto optional = [&at](Position position) {
+    return optional_tensor(at(position), kArgumentNames[position]);
+  };
+  const auto integer = [&at](Position position) {
+    return optional_integer(at(position), kArgumentNames[position]);
+  };
+  Attention a;
+  a.q = tensor_from_python(at(kQ), "q");
+  a.k = tensor_from_python(at(kK), "k");
+  a.v = tensor_from_python(at(kV), "v");
+  a.bias = optional(kBias);
+  a.mask = optional(kMask);
+  a.alibi_slopes = optional(kSlopes);
+  a.sinks = optional(kSinks);
+  a.cu_seqlens_q = optional(kCuQ);
+  a.cu_seqlens_k = optional(kCuK);
+  a.seqused_q = optional(kUsedQ);
+  a.seqused_k = optional(kUsedK);
+  a.seed = read_seed(at(kSeed));
+  a.scale = optional_number(at(kScale), "scale");
+  a.causal = read_causal(at(kCausal));
+  a.window_left = integer(kLeft);
+  a.window_right = integer(kRight);
+  a.softcap = number(at(kSoftcap), "softcap");
+  a.dropout_p = number(at(kDropoutP), "dropout_p");
+  a.max_seqlen_q = integer(kMaxQ);
+  a.max_seqlen_k = integer(kMaxK);
+  return a;
+}
+
+}  // namespace onefold::python
+
+NB_MODULE(_core, m) {
+  using namespace onefold::python;
+  nb::register_exception_translator(translate_error);
+  m.attr("__version__") = ONEFOLD_VERSION;
+  m.def("forward", &call_forward);
+  m.def("backward", &call_backward);
+  m.def("plan", &call_plan);
+  m.def("merge_states", &call_merge_states);
+  m.def("set_num_threads", [](int count) { onefold::set_num_threads(count); });
+  m.def("num_threads", [] { return onefold::num_threads(); });
+  m.def("info", [] { return nb::str(onefold::info().c_str()); });
+  define_reference(m);
+}

@@ -1,0 +1,44 @@
+"""The compiled module. Arrays are torch tensors on the CPU or NumPy arrays; outputs are written.
+
+`question` is always the same twenty positional arguments (onefold._options.NAMES):
+
+    q, k, v, bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    seed (int or one element of int64), scale (float or None),
+    causal ("none", "bottom_right", "top_left"), window_left, window_right, softcap, dropout_p,
+    max_seqlen_q, max_seqlen_k
+"""
+
+from typing import Any
+
+__version__: str
+reference_sources: tuple[str, ...]
+
+# Shape and row-major float64 data.
+_Array = tuple[tuple[int, ...], bytearray]
+
+def forward(*question_out_lse: Any) -> None:
+    """question, out, lse (None if not wanted)."""
+
+def backward(*dout_dlse_question_out_lse_gradients: Any) -> None:
+    """dout, dlse, question, out, lse, dq, dk, dv, dbias, dslopes, dsinks (None if not wanted)."""
+
+def plan(*question_is_backward: Any) -> tuple[str, str, int, int, str]:
+    """question, is_backward -> backend, kernel, work items, workspace bytes, why."""
+
+def merge_states(outs: Any, lses: Any, out: Any, lse: Any) -> None:
+    """outs (N, R, D), lses (N, R) into out (R, D), lse (R,)."""
+
+def set_num_threads(count: int) -> None: ...
+def num_threads() -> int: ...
+def info() -> str: ...
+def reference_forward(*question: Any) -> tuple[_Array, _Array]:
+    """out, lse."""
+
+def reference_forward_terms(*question: Any) -> tuple[_Array, ...]:
+    """The fields of onefold.reference.ForwardTerms."""
+
+def reference_backward(*question_dout_dlse: Any) -> tuple[_Array | None, ...]:
+    """dq, dk, dv, dbias, dslopes, dsinks."""
+
+def reference_backward_terms(*question_dout_dlse: Any) -> tuple[_Array | None, ...]:
+    """The bound terms of the same six."""

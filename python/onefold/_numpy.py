@@ -1,0 +1,91 @@
+"""NumPy arrays: forward only, no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import _core
+from ._options import (
+    DROPOUT_P,
+    INDEX_ARRAYS,
+    NAMES,
+    NUM_ARRAYS,
+    SEED,
+    Arguments,
+    type_error,
+)
+
+
+def prepare(question: Arguments) -> Arguments:
+    """Checks types, makes arrays of index lists and draws a seed where one is needed."""
+    ready = list(question)
+    for i in INDEX_ARRAYS:
+        if isinstance(ready[i], (list, tuple)):
+            ready[i] = np.asarray(ready[i], dtype=np.int64)
+    for i in range(NUM_ARRAYS):
+        _check_array(NAMES[i], ready[i], optional=i >= 3)
+    if ready[SEED] is None and ready[DROPOUT_P] > 0:
+        ready[SEED] = int(np.random.randint(2**63 - 1, dtype=np.int64))
+    return tuple(ready)
+
+
+def _check_array(name: str, array: Any, optional: bool = False) -> None:
+    if array is None and optional:
+        return
+    if not isinstance(array, np.ndarray):
+        raise type_error(name, array, "a numpy.ndarray, as q is one,")
+    if isinstance(array, np.ma.MaskedArray):
+        raise type_error(name, array, "a plain array (mask= hides keys)")
+
+
+def attention(question: Arguments, deterministic: bool | None, return_lse: bool, out: Any) -> Any:
+    """See `onefold.attention`. `deterministic` asks for what the CPU always does."""
+    ready = prepare(question)
+    q, v = ready[0], ready[2]
+    if out is None:
+        out = np.empty(q.shape[:-1] + v.shape[-1:], dtype=q.dtype)
+    else:
+        _check_array("out", out)
+    lse = np.empty(lse_shape(q.shape), dtype=lse_dtype(q.dtype)) if return_lse else None
+    _core.forward(*ready, out, lse)
+    return (out, lse) if return_lse else out
+
+
+def lse_shape(q_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """(B, Sq, H, D) -> (B, H, Sq); (T, H, D) -> (H, T)."""
+    return (*q_shape[:-3], *q_shape[-3:-1][::-1])
+
+
+def lse_dtype(dtype: Any) -> Any:
+    return np.float64 if dtype == np.float64 else np.float32
+
+
+def merge_states(outs: Any, lses: Any) -> tuple[Any, Any]:
+    """See `onefold.merge_states`."""
+    outs, lses = np.asarray(outs), np.asarray(lses)
+    rows = np.swapaxes(lses, -1, -2) if outs.ndim > 3 else lses
+    if rows.shape != outs.shape[:-1]:
+        raise ValueError(f"lses has shape {lses.shape}: it does not fit outs of shape {outs.shape}")
+    num_parts, head_dim = outs.shape[0], outs.shape[-1]
+    out = np.empty(outs.shape[1:], dtype=outs.dtype)
+    merged = np.empty(rows.shape[1:], dtype=rows.dtype)
+    num_rows = merged.size
+    _core.merge_states(
+        outs.reshape(num_parts, num_rows, head_dim),
+        rows.reshape(num_parts, num_rows),
+        out.reshape(num_rows, head_dim),
+        merged.reshape(num_rows),
+    )
+    return out, np.swapaxes(merged, -1, -2) if outs.ndim > 3 else merged
+
+
+def wrap_float64(shape: tuple[int, ...], data: bytearray) -> Any:
+    """A float64 array over `data`."""
+    return np.frombuffer(data, dtype=np.float64).reshape(shape)
+
+
+def broadcast_to(array: Any, shape: tuple[int, ...]) -> Any:
+    """A view of stride 0 where axes repeat."""
+    return np.broadcast_to(array, shape)

@@ -1,0 +1,181 @@
+"""The keywords of `attention` as the one positional tuple that `_core` and the operators take.
+
+Only what Python alone can know is checked here: types that would convert silently, and options that
+no backend has yet. Shapes, dtypes and values are checked once, in C++.
+"""
+
+from __future__ import annotations
+
+import operator
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Causal = bool | Literal["bottom_right", "top_left"]
+Window = tuple[int | None, int | None]
+Arguments = tuple[Any, ...]
+
+# The order of `arguments`, which is that of `_core.forward` and of the torch operators.
+NAMES = (
+    "q",
+    "k",
+    "v",
+    "bias",
+    "mask",
+    "alibi_slopes",
+    "sinks",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k",
+    "seed",
+    "scale",
+    "causal",
+    "window[0]",
+    "window[1]",
+    "softcap",
+    "dropout_p",
+    "max_seqlen_q",
+    "max_seqlen_k",
+)
+NUM_ARRAYS = 11  # q to seqused_k
+INDEX_ARRAYS = range(7, 11)  # cu_seqlens_q to seqused_k: lists are welcome
+SEED = 11
+DROPOUT_P = 17
+
+_MOD_ALTERNATIVES = {
+    "score_mod": "bias=, alibi_slopes= and softcap= change scores",
+    "mask_mod": "mask=, causal= and window= hide keys",
+    "aux": "it belongs to score_mod and mask_mod",
+}
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `attention` that say what is computed."""
+
+    scale: float | None
+    causal: Causal
+    window: Window
+    softcap: float
+    alibi_slopes: Any
+    bias: Any
+    mask: Any
+    sinks: Any
+    dropout_p: float
+    seed: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    seqused_q: Any
+    seqused_k: Any
+
+
+def arguments(
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: float | None = None,
+    causal: Causal = False,
+    window: Window = (None, None),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+) -> Arguments:
+    """All of it in the order of `NAMES`."""
+    left, right = _window(window)
+    return (
+        q,
+        k,
+        v,
+        bias,
+        mask,
+        alibi_slopes,
+        sinks,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        _seed(seed),
+        None if scale is None else _number("scale", scale),
+        _causal(causal),
+        left,
+        right,
+        _number("softcap", softcap),
+        _number("dropout_p", dropout_p),
+        _integer("max_seqlen_q", max_seqlen_q),
+        _integer("max_seqlen_k", max_seqlen_k),
+    )
+
+
+def refuse_mods(**given: Callable[..., Any] | Sequence[Any] | None) -> None:
+    """Raises for a score_mod, mask_mod or aux that is not None."""
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not supported yet: {_MOD_ALTERNATIVES[name]}")
+
+
+def type_error(name: str, value: Any, needed: str) -> TypeError:
+    return TypeError(f"{name} is a {type(value).__name__}: {needed} is needed")
+
+
+def _is_symbolic(value: Any) -> bool:
+    """A torch.SymInt or SymFloat, which must not be turned into a plain number."""
+    return type(value).__name__ in ("SymInt", "SymFloat")
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) is float or type(value) is int or _is_symbolic(value):
+        return value
+    if isinstance(value, Real):  # NumPy's scalars
+        return float(value)
+    raise type_error(name, value, "a Python number")
+
+
+def _integer(name: str, value: Any) -> int | None:
+    if value is None or type(value) is int or _is_symbolic(value):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise type_error(name, value, "an int or None") from None
+
+
+def _window(window: Any) -> tuple[int | None, int | None]:
+    if not isinstance(window, (tuple, list)):
+        raise type_error("window", window, "a pair (left, right) of int or None")
+    if len(window) != 2:
+        raise ValueError(f"window has {len(window)} entries: a pair (left, right) is needed")
+    return _integer("window[0]", window[0]), _integer("window[1]", window[1])
+
+
+def _causal(causal: Any) -> str:
+    if causal is False:
+        return "none"
+    if causal is True:
+        return "bottom_right"
+    if isinstance(causal, str) and causal in ("bottom_right", "top_left"):
+        return causal
+    raise ValueError(f'causal is {causal!r}: False, True, "bottom_right" or "top_left" is needed')
+
+
+def _seed(seed: Any) -> Any:
+    """An int in [-2^63, 2^64) as the signed 64-bit number of the same bits; arrays as they are."""
+    if seed is None or not isinstance(seed, Integral):
+        return seed
+    value = int(seed)
+    if not -(2**63) <= value < 2**64:
+        raise ValueError(f"seed is {value}: an integer from -2**63 to 2**64 - 1 is needed")
+    return value - 2**64 if value >= 2**63 else value

@@ -1,0 +1,259 @@
+"""torch tensors: preparation, autograd, and the refusal of what is not there yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from . import _torch_ops as ops
+from ._options import (
+    DROPOUT_P,
+    INDEX_ARRAYS,
+    NAMES,
+    NUM_ARRAYS,
+    SEED,
+    Arguments,
+    type_error,
+)
+
+_SECOND_DERIVATIVE = (
+    "onefold.attention has no second derivative yet: use "
+    "torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH where you need one"
+)
+_TRANSFORM = (
+    "onefold.attention does not work inside torch.func transforms (vmap, grad, jvp) yet: put what "
+    "vmap would add into the batch axis, and use torch.autograd for gradients"
+)
+_FORWARD_MODE = (
+    "onefold.attention has no forward-mode derivative yet, and {} carries a tangent: use "
+    "reverse mode, torch.autograd.grad"
+)
+
+
+# ---- preparation ----
+
+
+def prepare(question: Arguments) -> Arguments:
+    """Checks types and devices, makes tensors of index lists, follows autocast, draws a seed."""
+    ready = list(question)
+    device = ready[0].device
+    for i in INDEX_ARRAYS:
+        if isinstance(ready[i], (list, tuple)):
+            ready[i] = torch.tensor(ready[i], dtype=torch.int64, device=device)
+    for i in range(NUM_ARRAYS):
+        _check_tensor(NAMES[i], ready[i], optional=i >= 3)
+    _autocast(ready)
+    if ready[SEED] is None and ready[DROPOUT_P] > 0:
+        ready[SEED] = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+    return tuple(ready)
+
+
+def _check_tensor(name: str, tensor: Any, optional: bool = False) -> None:
+    if tensor is None and optional:
+        return
+    if not isinstance(tensor, Tensor):
+        raise type_error(name, tensor, "a torch.Tensor, as q is one,")
+    if tensor.device.type != "cpu":
+        raise NotImplementedError(
+            f"{name} is on {tensor.device}: this version computes on the CPU only, so move it "
+            "there with .cpu()"
+        )
+
+
+def _autocast(ready: list[Any]) -> None:
+    """q, k and v in autocast's dtype, as torch's own attention casts them; float64 stays."""
+    if not torch.is_autocast_enabled("cpu"):
+        return
+    dtype = torch.get_autocast_dtype("cpu")
+    for i in range(3):
+        if ready[i].is_floating_point() and ready[i].dtype != torch.float64:
+            ready[i] = ready[i].to(dtype)
+
+
+def _refuse_transforms() -> None:
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError(_TRANSFORM)
+
+
+def _refuse_tangents(question: Sequence[Any]) -> None:
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    for i in ops.DIFFERENTIABLE:
+        if question[i] is not None and forward_ad.unpack_dual(question[i]).tangent is not None:
+            raise NotImplementedError(_FORWARD_MODE.format(NAMES[i]))
+
+
+# ---- attention ----
+
+
+class _Attention(Function):
+    """(deterministic, the question) -> (out, lse)."""
+
+    @staticmethod
+    def forward(ctx: Any, deterministic: bool, *question: Any) -> tuple[Tensor, Tensor]:
+        out, lse = ops.forward(question)
+        ctx.set_materialize_grads(False)
+        seed = question[SEED]
+        tensor_seed = isinstance(seed, Tensor)
+        ctx.save_for_backward(*question[:NUM_ARRAYS], seed if tensor_seed else None, out, lse)
+        ctx.seed = None if tensor_seed else seed
+        ctx.scalars = question[SEED + 1 :]
+        ctx.deterministic = deterministic
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        *arrays, seed, out, lse = ctx.saved_tensors
+        question = (*arrays, ctx.seed if seed is None else seed, *ctx.scalars)
+        needs = [ctx.needs_input_grad[1 + i] for i in ops.DIFFERENTIABLE]
+        result: list[Any] = [None] * (1 + len(question))
+        if dout is None and dlse is None:
+            return tuple(result)
+        _refuse_transforms()
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            gradients = _Gradients.apply(ctx.deterministic, needs, dout, dlse, out, lse, *question)
+        else:
+            gradients = ops.backward(dout, dlse, question, out, lse, ctx.deterministic, needs)
+        for i, gradient in zip(ops.DIFFERENTIABLE, gradients, strict=True):
+            result[1 + i] = gradient
+        return tuple(result)
+
+
+class _Gradients(Function):
+    """The first derivative as a node of its own, so that asking for a second one has an answer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        deterministic: bool,
+        needs: list[bool],
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        *question: Any,
+    ) -> tuple[Tensor | None, ...]:
+        return tuple(ops.backward(dout, dlse, question, out, lse, deterministic, needs))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(_SECOND_DERIVATIVE)
+
+
+def attention(question: Arguments, deterministic: bool | None, return_lse: bool, out: Any) -> Any:
+    """See `onefold.attention`."""
+    _refuse_transforms()
+    _refuse_tangents(question)
+    ready = prepare(question)
+    wanted = _requiring_gradient(ready)
+    if out is not None:
+        return _attention_into(ready, wanted, return_lse, out)
+    if wanted is not None:
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        out, lse = _Attention.apply(deterministic, *ready)
+    else:
+        out, lse = ops.forward(ready, want_lse=return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _requiring_gradient(question: Sequence[Any]) -> str | None:
+    """The name of the first input that does, or None."""
+    if torch.is_grad_enabled():
+        for i in ops.DIFFERENTIABLE:
+            if question[i] is not None and question[i].requires_grad:
+                return NAMES[i]
+    return None
+
+
+def _attention_into(question: Arguments, wanted: str | None, return_lse: bool, out: Any) -> Any:
+    _check_tensor("out", out)
+    if wanted is not None:
+        raise ValueError(
+            f"out was given and {wanted} requires a gradient: leave out= away, or call under "
+            "torch.no_grad()"
+        )
+    if out.is_neg():
+        raise ValueError("out is a negated view: a tensor that owns its sign is needed")
+    lse = ops.forward_into(question, out)
+    return (out, lse) if return_lse else out
+
+
+# ---- merge ----
+
+
+class _MergeStates(Function):
+    """outs (N, ..., D), lses (N, ...) -> out (..., D), lse (...)."""
+
+    @staticmethod
+    def forward(ctx: Any, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = ops.merge_states(outs, lses)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(outs, lses, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, Any]:
+        outs, lses, out, lse = ctx.saved_tensors
+        # Part n's share of the union; a part that saw nothing has none, and neither does any part
+        # of a row that nobody saw, where the difference below would be -inf - -inf.
+        share = torch.where(lses == -torch.inf, 0.0, torch.exp(lses - lse))
+        douts = dlses = None
+        if dout is not None:
+            wide = dout.to(lse.dtype)
+            if ctx.needs_input_grad[0]:
+                douts = (share.unsqueeze(-1) * wide).to(outs.dtype)
+            if ctx.needs_input_grad[1]:
+                dlses = share * ((outs.to(lse.dtype) - out.to(lse.dtype)) * wide).sum(-1)
+        if dlse is not None and ctx.needs_input_grad[1]:
+            dlses = share * dlse if dlses is None else dlses + share * dlse
+        return douts, dlses
+
+
+def merge_states(outs: Any, lses: Any) -> tuple[Tensor, Tensor]:
+    """See `onefold.merge_states`."""
+    _refuse_transforms()
+    outs, lses = _stacked("outs", outs), _stacked("lses", lses)
+    rows_first = outs.dim() > 3
+    rows = lses.transpose(-1, -2) if rows_first else lses
+    if rows.shape != outs.shape[:-1]:
+        raise ValueError(
+            f"lses has shape {tuple(lses.shape)}: it does not fit outs of shape {tuple(outs.shape)}"
+        )
+    if torch.is_grad_enabled() and (outs.requires_grad or lses.requires_grad):
+        out, lse = _MergeStates.apply(outs, rows)
+    else:
+        out, lse = ops.merge_states(outs, rows)
+    return out, lse.transpose(-1, -2) if rows_first else lse
+
+
+def _stacked(name: str, parts: Any) -> Tensor:
+    if isinstance(parts, (list, tuple)):
+        if not parts:
+            raise ValueError(f"{name} is empty: at least one part is needed")
+        for part in parts:
+            _check_tensor(name, part)
+        return torch.stack(list(parts))
+    _check_tensor(name, parts)
+    return parts
+
+
+# ---- the oracle ----
+
+
+def wrap_float64(shape: tuple[int, ...], data: bytearray) -> Tensor:
+    """A float64 tensor over `data`."""
+    if not data:
+        return torch.empty(shape, dtype=torch.float64)
+    return torch.frombuffer(data, dtype=torch.float64).reshape(shape)
+
+
+def broadcast_to(array: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A view of stride 0 where axes repeat."""
+    return array.expand(shape)

@@ -1,0 +1,206 @@
+"""The torch operators: what a tracer sees of onefold.
+
+Made with torch.library.define / impl / register_fake; the autograd.Function stays outside of them.
+The launchers below are the operators' bodies and are called directly when nothing traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _core
+from ._options import NUM_ARRAYS, SEED
+
+_QUESTION = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? slopes, Tensor? sinks, "
+    "Tensor? cu_q, Tensor? cu_k, Tensor? used_q, Tensor? used_k, Tensor? seed, float? scale, "
+    "str causal, SymInt? left, SymInt? right, float softcap, float dropout_p, SymInt? max_q, "
+    "SymInt? max_k"
+)
+NUM_GRADIENTS = 6
+# Of q, k, v, bias, slopes and sinks among the arguments.
+DIFFERENTIABLE = (0, 1, 2, 3, 5, 6)
+
+# A gradient's strides follow its input's, so a compiler must not change those behind our back.
+_TAGS = tuple(
+    getattr(torch.Tag, name)
+    for name in ("pt2_compliant_tag", "needs_exact_strides", "needs_fixed_stride_order")
+    if hasattr(torch.Tag, name)
+)[:2]
+
+
+# ---- launchers ----
+
+
+def _resolved(question: Sequence[Any]) -> list[Any]:
+    """The arguments as memory describes them: a lazily negated view is negated."""
+    ready = list(question)
+    for i in range(NUM_ARRAYS):
+        if ready[i] is not None:
+            ready[i] = ready[i].resolve_neg()
+    return ready
+
+
+def _lse_like(q: Tensor) -> Tensor:
+    """(B, Sq, H, D) -> (B, H, Sq); (T, H, D) -> (H, T)."""
+    shape = (*q.shape[:-3], *q.shape[-3:-1][::-1])
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(shape, dtype=dtype)
+
+
+def launch_forward(*question: Any, want_lse: bool = True) -> tuple[Tensor, Tensor | None]:
+    q, v = question[0], question[2]
+    out = q.new_empty((*q.shape[:-1], *v.shape[-1:]))
+    lse = _lse_like(q) if want_lse else None
+    _core.forward(*_resolved(question), out, lse)
+    return out, lse
+
+
+def launch_forward_into(*question: Any, out: Tensor) -> Tensor:
+    lse = _lse_like(question[0])
+    _core.forward(*_resolved(question), out, lse)
+    return lse
+
+
+def launch_backward(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> list[Tensor | None]:
+    """rest: the question, out, lse, deterministic (always so on the CPU), needs."""
+    *question, out, lse, _deterministic, needs = rest
+    gradients = [
+        torch.empty_like(question[i]) if need else None
+        for i, need in zip(DIFFERENTIABLE, needs, strict=True)
+    ]
+    cotangents = [None if t is None else t.resolve_neg() for t in (dout, dlse)]
+    _core.backward(*cotangents, *_resolved(question), out, lse, *gradients)
+    return gradients
+
+
+def launch_merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """outs (N, ..., D), lses (N, ...)."""
+    out = outs.new_empty(outs.shape[1:])
+    lse = lses.new_empty(lses.shape[1:])
+    parts, rows, head_dim = outs.shape[0], lse.numel(), outs.shape[-1]
+    _core.merge_states(
+        outs.resolve_neg().reshape(parts, rows, head_dim),
+        lses.resolve_neg().reshape(parts, rows),
+        out.view(rows, head_dim),
+        lse.view(rows),
+    )
+    return out, lse
+
+
+# ---- operators ----
+
+
+def _define(name: str, schema: str) -> None:
+    torch.library.define(f"onefold::{name}", schema, tags=_TAGS)
+
+
+_define("forward", f"({_QUESTION}) -> (Tensor out, Tensor lse)")
+_define("forward_into", f"({_QUESTION}, *, Tensor(a!) out) -> Tensor lse")
+_define(
+    "backward",
+    f"(Tensor? dout, Tensor? dlse, {_QUESTION}, Tensor out, Tensor lse, bool deterministic, "
+    "bool[6] needs) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, "
+    "Tensor dsinks)",
+)
+_define("merge_states", "(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)")
+
+torch.library.impl("onefold::forward", "CPU")(launch_forward)
+torch.library.impl("onefold::forward_into", "CPU")(launch_forward_into)
+torch.library.impl("onefold::merge_states", "CPU")(launch_merge_states)
+
+
+@torch.library.impl("onefold::backward", "CPU")
+def _backward(*args: Any) -> tuple[Tensor, ...]:
+    empty = [g if g is not None else args[2].new_empty(0) for g in launch_backward(*args)]
+    return tuple(empty)
+
+
+@torch.library.register_fake("onefold::forward")
+def _forward_fake(*question: Any) -> tuple[Tensor, Tensor]:
+    q, v = question[0], question[2]
+    return q.new_empty((*q.shape[:-1], *v.shape[-1:])), _lse_like(q)
+
+
+@torch.library.register_fake("onefold::forward_into")
+def _forward_into_fake(*question: Any, out: Tensor) -> Tensor:
+    return _lse_like(question[0])
+
+
+@torch.library.register_fake("onefold::backward")
+def _backward_fake(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    *question, _out, _lse, _deterministic, needs = rest
+    return tuple(
+        torch.empty_like(question[i]) if need else question[0].new_empty(0)
+        for i, need in zip(DIFFERENTIABLE, needs, strict=True)
+    )
+
+
+@torch.library.register_fake("onefold::merge_states")
+def _merge_states_fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+
+
+# ---- which of the two ----
+
+
+def traced(*tensors: Tensor | None) -> bool:
+    """Whether something other than eager execution looks at the call, so that it needs operators:
+    a compiler, an exporter, a dispatch mode, or a tensor that is more than its memory."""
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None:
+        return True
+    return any(
+        t is not None and type(t) is not Tensor and type(t) is not torch.nn.Parameter
+        for t in tensors
+    )
+
+
+def _seed_tensor(question: Sequence[Any]) -> list[Any]:
+    """An operator's seed is a tensor."""
+    ready = list(question)
+    if isinstance(ready[SEED], int):
+        ready[SEED] = torch.full((1,), ready[SEED], dtype=torch.int64, device=ready[0].device)
+    return ready
+
+
+def forward(question: Sequence[Any], want_lse: bool = True) -> tuple[Tensor, Tensor | None]:
+    if traced(*question[:NUM_ARRAYS]):
+        return torch.ops.onefold.forward(*_seed_tensor(question))
+    return launch_forward(*question, want_lse=want_lse)
+
+
+def forward_into(question: Sequence[Any], out: Tensor) -> Tensor:
+    if traced(*question[:NUM_ARRAYS], out):
+        return torch.ops.onefold.forward_into(*_seed_tensor(question), out=out)
+    lse = launch_forward_into(*question, out=out)
+    torch.autograd.graph.increment_version(out)
+    return lse
+
+
+def backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    question: Sequence[Any],
+    out: Tensor,
+    lse: Tensor,
+    deterministic: bool,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    if traced(dout, dlse, out, lse, *question[:NUM_ARRAYS]):
+        gradients = torch.ops.onefold.backward(
+            dout, dlse, *_seed_tensor(question), out, lse, deterministic, list(needs)
+        )
+        return [g if need else None for g, need in zip(gradients, needs, strict=True)]
+    return launch_backward(dout, dlse, *question, out, lse, deterministic, needs)
+
+
+def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    if traced(outs, lses):
+        return torch.ops.onefold.merge_states(outs, lses)
+    return launch_merge_states(outs, lses)

@@ -1,0 +1,27 @@
+// What the two halves of onefold._core share: reading the common arguments, and the oracle's calls.
+//
+// Invariant: the GIL is held in every function here. Includes nanobind and the public headers.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <optional>
+
+#include "onefold/attention.h"
+
+namespace onefold::python {
+
+inline constexpr std::size_t kNumArguments = 20;
+
+// The question in args[first, first + kNumArguments), in the order of _core.pyi.
+Attention read_attention(const nanobind::args& args, std::size_t first);
+
+// None is absent.
+std::optional<Tensor> optional_tensor(nanobind::handle object, const char* name,
+                                      bool writable = false);
+
+// Adds the functions reference_*.
+void define_reference(nanobind::module_& m);
+
+}  // namespace onefold::python

@@ -1,0 +1,23 @@
+// A Python array as an onefold::Tensor, without a header of torch or NumPy.
+//
+// torch: the DLPack C exchange table of the type (torch 2.10 and later), else the plain attributes
+// data_ptr, shape, stride, dtype, device. NumPy: __array_struct__. Invariant: the tensor borrows
+// the memory of `object`; the caller keeps the object alive and its negative bit resolved. The GIL
+// is held. Includes nanobind and the public headers.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <string>
+
+#include "onefold/tensor.h"
+
+namespace onefold::python {
+
+// `name` is the argument in an error's sentence. `writable` refuses read-only memory.
+Tensor tensor_from_python(nanobind::handle object, const char* name, bool writable = false);
+
+// The name of the object's type, for an error's sentence.
+std::string type_text(nanobind::handle object);
+
+}  // namespace onefold::python
