@@ -18,6 +18,8 @@
 #include "onefold/error.h"
 #include "onefold/tensor.h"
 
+#pragma GCC visibility push(default)  // this is what a shared library exports
+
 namespace onefold {
 
 // Which diagonal is the causal border. kTopLeft: query i sees key j when j <= i. kBottomRight: when
@@ -38,16 +40,16 @@ struct Attention {
   // (Tk, Hk, D), (Tk, Hk, Dv). One dtype: float32, bfloat16, float16 or float64. Any strides.
   Tensor q, k, v;
 
-  std::optional<double> scale;  // default 1 / sqrt(D); any finite value
+  std::optional<double> scale{};  // default 1 / sqrt(D); any finite value
   Causal causal = Causal::kNone;
   // Keys visible left and right of the diagonal, inclusive; absent = unbounded; negative numbers
   // keep their plain meaning. The diagonal is the bottom-right one unless causal is kTopLeft.
-  std::optional<std::int64_t> window_left, window_right;
-  double softcap = 0.0;                // 0 = off
-  std::optional<Tensor> alibi_slopes;  // (Hq) or (B, Hq), float32 (float64 when q is)
-  std::optional<Tensor> bias;          // broadcastable to (B, Hq, Sq, Sk), any float dtype
-  std::optional<Tensor> mask;          // bool, the same broadcasting; true = visible
-  std::optional<Tensor> sinks;         // (Hq), float32 (float64 when q is)
+  std::optional<std::int64_t> window_left{}, window_right{};
+  double softcap = 0.0;                  // 0 = off
+  std::optional<Tensor> alibi_slopes{};  // (Hq) or (B, Hq), float32 (float64 when q is)
+  std::optional<Tensor> bias{};          // broadcastable to (B, Hq, Sq, Sk), any float dtype
+  std::optional<Tensor> mask{};          // bool, the same broadcasting; true = visible
+  std::optional<Tensor> sinks{};         // (Hq), float32 (float64 when q is)
 
   // Dropout of P after the normaliser: Philox4x32-10, key = seed, counter = (i/2, j/2, h, b), word
   // 2*(i%2) + j%2; kept when word >= floor(p * 2^32). 1 drops everything.
@@ -56,15 +58,15 @@ struct Attention {
 
   // Packed variable length: B + 1 offsets (int32 or int64). Bias and mask are then indexed by the
   // position inside a sequence and need both maxima for their extent.
-  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k;
-  std::optional<std::int64_t> max_seqlen_q, max_seqlen_k;
+  std::optional<Tensor> cu_seqlens_q{}, cu_seqlens_k{};
+  std::optional<std::int64_t> max_seqlen_q{}, max_seqlen_k{};
   // (B), used lengths, each at most the sequence's own. Rows beyond give out 0 and lse -inf.
-  std::optional<Tensor> seqused_q, seqused_k;
+  std::optional<Tensor> seqused_q{}, seqused_k{};
 };
 
 // Where backward writes. Absent = not wanted. Shapes and dtypes are those of the inputs.
 struct Gradients {
-  std::optional<Tensor> dq, dk, dv, dbias, dslopes, dsinks;
+  std::optional<Tensor> dq{}, dk{}, dv{}, dbias{}, dslopes{}, dsinks{};
 };
 
 // Runs `body(context, index, worker)` for every index in [0, count), at most concurrency() at a
@@ -83,7 +85,7 @@ struct Context {
   Device device{};
   void* stream = nullptr;  // of the device; unused on the CPU
   // Gives the workspace, asked for at most once per call; 64-byte aligned. Default: the heap.
-  std::function<std::shared_ptr<void>(std::size_t bytes)> allocate;
+  std::function<std::shared_ptr<void>(std::size_t bytes)> allocate{};
   Executor* executor = nullptr;  // default: onefold's thread pool
 };
 
@@ -91,11 +93,11 @@ enum class Direction : std::uint8_t { kForward, kBackward };
 
 // How a call will be executed. Same plan, same bits.
 struct Plan {
-  std::string backend;               // "cpu"
-  std::string kernel;                // one line: instruction set, tiles
-  std::int64_t work_items = 0;       // units handed to the executor
-  std::size_t workspace_bytes = 0;   // what Context::allocate will be asked for
-  std::string why;                   // lines: each choice and each faster path not taken
+  std::string backend;              // "cpu"
+  std::string kernel;               // one line: instruction set, tiles
+  std::int64_t work_items = 0;      // units handed to the executor
+  std::size_t workspace_bytes = 0;  // what Context::allocate will be asked for
+  std::string why;                  // lines: each choice and each faster path not taken
 };
 
 // Validates `attention` and tells how it would run.
@@ -114,8 +116,8 @@ void backward(const Context& context, const Attention& attention, const Tensor& 
 
 // Merges partial results over disjoint sets of keys. outs: (N, ..., D) as (N, R, D) and lses
 // (N, R), natural; writes out (R, D) and lse (R). At most one part may carry the sink.
-void merge_states(const Context& context, const Tensor& outs, const Tensor& lses,
-                  const Tensor& out, const Tensor& lse);
+void merge_states(const Context& context, const Tensor& outs, const Tensor& lses, const Tensor& out,
+                  const Tensor& lse);
 
 // Threads of onefold's own pool; 0 = as many as the process may use.
 void set_num_threads(int count);
@@ -125,3 +127,5 @@ int num_threads();
 std::string info();
 
 }  // namespace onefold
+
+#pragma GCC visibility pop

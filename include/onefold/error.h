@@ -16,6 +16,7 @@ enum class ErrorKind {
   kRuntime,          // the machine said no: memory, driver, compiler
 };
 
+#pragma GCC visibility push(default)  // thrown across the border of a shared library
 class Error : public std::runtime_error {
  public:
   Error(ErrorKind kind, const std::string& message) : std::runtime_error(message), kind_(kind) {}
@@ -24,6 +25,7 @@ class Error : public std::runtime_error {
  private:
   ErrorKind kind_;
 };
+#pragma GCC visibility pop
 
 // Streams its arguments into one string.
 template <class... Parts>
