@@ -12,6 +12,7 @@
 
 #include "onefold/attention.h"
 #include "py_arguments.h"
+#include "py_probe.h"
 #include "py_tensor.h"
 
 namespace nb = nanobind;
@@ -244,5 +245,8 @@ NB_MODULE(_core, m) {
   m.def("set_num_threads", [](int count) { onefold::set_num_threads(count); });
   m.def("num_threads", [] { return onefold::num_threads(); });
   m.def("info", [] { return nb::str(onefold::info().c_str()); });
+  m.def(
+      "fma_probe", [](double seconds) { return fma_probe(seconds); },
+      nb::call_guard<nb::gil_scoped_release>());
   define_reference(m);
 }

@@ -31,6 +31,9 @@ def merge_states(outs: Any, lses: Any, out: Any, lse: Any) -> None:
 def set_num_threads(count: int) -> None: ...
 def num_threads() -> int: ...
 def info() -> str: ...
+def fma_probe(seconds: float) -> float:
+    """float32 FLOP/s of the calling thread, measured for so long; the GIL is released."""
+
 def reference_forward(*question: Any) -> tuple[_Array, _Array]:
     """out, lse."""
 

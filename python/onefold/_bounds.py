@@ -1,0 +1,37 @@
+"""A priori error bounds of the CPU backend, from the oracle's terms.
+
+A bound is sum over sources of size[source] * term[source], plus the rounding of the stored result.
+u is the unit roundoff of the arithmetic: 2^-24, or 2^-53 when q is float64. A sum of n terms errs
+by gamma_n = n u / (1 - n u) at most; from 32 terms on the probabilistic 6 sqrt(n) u holds in
+practice (N. Higham, T. Mary, "A new approach to probabilistic rounding error analysis", SISC 2019).
+"""
+
+from __future__ import annotations
+
+import math
+
+UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# Half the smallest subnormal: what rounding a tiny result costs.
+TINY = {"float64": 2.0**-1075, "float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
+
+
+def gamma(n: int, u: float) -> float:
+    return n * u / (1 - n * u) if n < 32 else 6 * math.sqrt(n) * u
+
+
+def sizes(dtype: str, head_dim: int, num_keys: int, num_rows: int) -> dict[str, float]:
+    """Source -> size, for inputs of `dtype`; num_rows counts the rows that share a key."""
+    u = UNIT["float64" if dtype == "float64" else "float32"]
+    return {
+        "score": gamma(head_dim + 2, u),
+        "added": 4 * u,
+        "exponent": 2 * u,
+        # exp2 to 3 u, its argument's share of a reference up to 1 above the maximum, two products.
+        "weight": 8 * u,
+        "sum": 2 * gamma(num_keys, u) + 4 * u,
+        "underflow": 2.0**-126 if u > 1e-10 else 2.0**-1022,
+        "out": UNIT[dtype],
+        "lse": 3 * u,
+        "product": gamma(head_dim + 2, u),
+        "accumulate": gamma(max(num_keys, num_rows), u) + 4 * u,
+    }
