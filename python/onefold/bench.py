@@ -270,6 +270,38 @@ def make_table(title: str, names: list[str]) -> Any:
     from rich.box import SIMPLE
     from rich.table import Table
 
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("D", "N"):
+        table.add_column(column, justify="right")
+    for name in names:
+        table.add_column(f"{name}\nms", justify="right")
+        if name == "onefold":
+            table.add_column("\nGFLOP/s", justify="right")
+            table.add_column("\n% FMA", justify="right")
+        table.add_column("\nerror", justify="right")
+    return table
+
+
+def add_row(table: Any, records: list[dict[str, Any]]) -> None:
+    cells = [str(records[0]["head_dim"]), str(records[0]["seqlen"])]
+    for r in records:
+        cells.append(f"{1e3 * r['seconds']:.2f}")
+        if r["candidate"] == "onefold":
+            cells += [f"{r['gflops']:.0f}", f"{r['percent_of_probe']:.0f}"]
+        cells.append(f"{r['error']:.0e}")
+    table.add_row(*cells)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints tables and writes JSON lines."""
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    if args.rounds < 1 or min(args.threads) < 1:
+        raise ValueError("--rounds and --threads are counts: at least 1 is needed")
+    names = [name for name in CANDIDATES if name not in args.without]
+    console = Console()
     tables: dict[str, Any] = {}
     todo = list(cases(args))
     before = (torch.get_num_threads(), _core.num_threads())
