@@ -7,8 +7,8 @@ if(onefold_kernels)
   list(REMOVE_ITEM onefold_sources ${onefold_kernels})
 endif()
 # A product and a sum are two roundings unless the source says fma: the compiler does not decide.
-# (The kernel files below decide for themselves.)
-set_source_files_properties(${onefold_sources} PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
+set(onefold_rounding -ffp-contract=off)
+set_source_files_properties(${onefold_sources} PROPERTIES COMPILE_OPTIONS ${onefold_rounding})
 
 # One kernel body, compiled once per instruction set and chosen at run time. Only these files see
 # instruction-set flags: an inline function of a shared header compiled with them could be the copy
@@ -16,7 +16,13 @@ set_source_files_properties(${onefold_sources} PROPERTIES COMPILE_OPTIONS -ffp-c
 set(onefold_isa_flags_baseline "")
 set(onefold_isa_flags_avx2 -mavx2 -mfma -mf16c)
 set(onefold_isa_flags_avx512 ${onefold_isa_flags_avx2}
-    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
+    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512
+    # GCC 12's own intrinsics start from a variable assigned to itself and then warn about it.
+    $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized> $<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized>)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # g++ 12 takes the undefined operand inside its own intrinsics for a mistake of ours.
+  list(APPEND onefold_isa_flags_avx512 -Wno-uninitialized -Wno-maybe-uninitialized)
+endif()
 
 set(onefold_is_x86_64 FALSE)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$" AND CMAKE_SIZEOF_VOID_P EQUAL 8)
@@ -32,7 +38,7 @@ foreach(file IN LISTS onefold_kernels)
   if(isa STREQUAL "baseline" OR onefold_is_x86_64)
     list(APPEND onefold_sources ${file})
     set_source_files_properties(${file} PROPERTIES COMPILE_OPTIONS
-      "$<$<NOT:$<BOOL:${ONEFOLD_SANITIZE}>>:-O3>;${onefold_isa_flags_${isa}}")
+      "$<$<NOT:$<BOOL:${ONEFOLD_SANITIZE}>>:-O3>;${onefold_rounding};${onefold_isa_flags_${isa}}")
   endif()
 endforeach()
 

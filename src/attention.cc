@@ -1,0 +1,171 @@
+// The API, body by body: a question becomes a Problem, the Problem a plan, the plan runs.
+// Start reading here.
+#include "onefold/attention.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+#include "core/problem.h"
+#include "cpu/cpu.h"
+#include "cpu/thread_pool.h"
+#include "plan/plan.h"
+
+namespace onefold {
+namespace {
+
+constexpr std::size_t kAlignment = 64;
+
+std::shared_ptr<void> heap(std::size_t bytes) {
+  const std::size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  void* p = std::aligned_alloc(kAlignment, rounded);
+  if (p == nullptr) {
+    throw Error(ErrorKind::kRuntime, concat("no memory for a workspace of ", bytes, " bytes"));
+  }
+  return {p, std::free};
+}
+
+std::shared_ptr<void> workspace(const Context& context, std::size_t bytes) {
+  if (bytes == 0) return nullptr;
+  if (!context.allocate) return heap(bytes);
+  std::shared_ptr<void> p = context.allocate(bytes);
+  if (!p || reinterpret_cast<std::uintptr_t>(p.get()) % kAlignment != 0) {
+    invalid("Context::allocate gave ", p ? "memory that is not 64-byte aligned" : "nothing",
+            " for ", bytes, " bytes: 64-byte aligned memory is needed");
+  }
+  return p;
+}
+
+// The executor of one call: the caller's, or the pool of the moment kept alive until the end.
+struct CallExecutor {
+  std::shared_ptr<Executor> own;
+  Executor* executor;
+
+  explicit CallExecutor(const Context& context)
+      : own(context.executor ? nullptr : cpu::default_pool()),
+        executor(context.executor ? context.executor : own.get()) {
+    if (executor->concurrency() < 1) {
+      invalid("Context::executor has concurrency ", executor->concurrency(), ": at least 1");
+    }
+  }
+};
+
+void check_device(const Context& context) {
+  if (context.device.type != DeviceType::kCpu) {
+    unsupported("Context::device is CUDA: this build runs on the CPU");
+  }
+}
+
+BackwardWants wanted(const Problem& p, const BackwardTensors& t) {
+  BackwardWants w;
+  w.dq = bool(t.dq);
+  w.dkv = t.dk || t.dv;
+  w.dslopes = bool(t.dslopes);
+  w.dsinks = bool(t.dsinks);
+  w.dbias = bool(t.dbias);
+  const std::array<std::int64_t, 4> full{p.batch, p.heads_q, p.longest_q, p.longest_k};
+  for (int axis = 0; w.dbias && axis < 4; ++axis) {
+    w.dbias_broadcast |= t.dbias.extent[axis] == 1 && full[axis] > 1;
+  }
+  return w;
+}
+
+}  // namespace
+
+Plan plan(const Context& context, const Attention& attention, Direction direction) {
+  check_device(context);
+  const Problem problem = make_problem(attention);
+  const CallExecutor call(context);
+  const CpuFacts facts = cpu::facts(call.executor->concurrency());
+  BackwardWants all;
+  all.dq = all.dkv = true;
+  all.dslopes = bool(problem.slopes);
+  all.dsinks = bool(problem.sinks);
+  if (problem.bias) {
+    BackwardTensors as_bias;
+    as_bias.dbias = problem.bias;
+    const BackwardWants bias = wanted(problem, as_bias);
+    all.dbias = bias.dbias;
+    all.dbias_broadcast = bias.dbias_broadcast;
+  }
+  const CpuWork work = direction == Direction::kForward ? plan_forward(problem, facts)
+                                                        : plan_backward(problem, all, facts);
+  Plan result;
+  result.backend = "cpu";
+  result.kernel = describe_kernel(problem, work, facts);
+  result.work_items = static_cast<std::int64_t>(work.items.size());
+  result.workspace_bytes = work.workspace_bytes;
+  result.why = describe_reasons(problem, work, facts);
+  return result;
+}
+
+void forward(const Context& context, const Attention& attention, const Tensor& out,
+             const std::optional<Tensor>& lse) {
+  check_device(context);
+  const Problem problem = make_problem(attention);
+  const Rows out_rows = make_out(problem, attention, out);
+  const Numbers lse_numbers = lse ? make_lse(problem, *lse, "lse") : Numbers{};
+  const CallExecutor call(context);
+  const CpuWork work = plan_forward(problem, cpu::facts(call.executor->concurrency()));
+  const std::shared_ptr<void> memory = workspace(context, work.workspace_bytes);
+  cpu::run_forward(problem, work, out_rows, lse_numbers, *call.executor,
+                   static_cast<std::byte*>(memory.get()));
+}
+
+void backward(const Context& context, const Attention& attention, const Tensor& out,
+              const Tensor& lse, const std::optional<Tensor>& dout,
+              const std::optional<Tensor>& dlse, const Gradients& gradients) {
+  check_device(context);
+  const Problem problem = make_problem(attention);
+  const BackwardTensors tensors =
+      make_backward(problem, attention, out, lse, dout, dlse, gradients);
+  const CallExecutor call(context);
+  const CpuWork work = plan_backward(problem, wanted(problem, tensors),
+                                     cpu::facts(call.executor->concurrency()));
+  const std::shared_ptr<void> memory = workspace(context, work.workspace_bytes);
+  cpu::run_backward(problem, work, tensors, *call.executor, static_cast<std::byte*>(memory.get()));
+}
+
+void merge_states(const Context& context, const Tensor& outs, const Tensor& lses,
+                  const Tensor& out, const Tensor& lse) {
+  check_device(context);
+  const auto check = [](const char* name, const Tensor& t, std::initializer_list<std::int64_t> want,
+                        bool wide_allowed) {
+    Tensor needed = Tensor::packed(nullptr, t.dtype, want);
+    if (shape_text(t) != shape_text(needed)) {
+      invalid(name, " has shape ", shape_text(t), ": ", shape_text(needed), " is needed");
+    }
+    const bool fits = wide_allowed ? is_float(t.dtype)
+                                   : t.dtype == DType::kFloat32 || t.dtype == DType::kFloat64;
+    if (!fits) {
+      invalid(name, " is ", onefold::name(t.dtype), ": ",
+              wide_allowed ? "a float dtype" : "float32 or float64", " is needed");
+    }
+    if (t.elements() > 0 && t.data == nullptr) invalid(name, " is a null pointer");
+  };
+  if (outs.rank != 3) invalid("outs has ", outs.rank, " axes: (parts, rows, head_dim) is needed");
+  const std::int64_t parts = outs.shape[0], rows = outs.shape[1], dim = outs.shape[2];
+  check("outs", outs, {parts, rows, dim}, true);
+  check("lses", lses, {parts, rows}, false);
+  check("out", out, {rows, dim}, true);
+  check("lse", lse, {rows}, false);
+  const CallExecutor call(context);
+  cpu::merge_states(outs, lses, out, lse, *call.executor);
+}
+
+void set_num_threads(int count) {
+  if (count < 0) invalid("num_threads is ", count, ": 0 (all there are) or more is needed");
+  cpu::set_pool_threads(count);
+}
+
+int num_threads() { return cpu::pool_threads(); }
+
+std::string info() {
+  const CpuFacts facts = cpu::facts(num_threads());
+  return concat("onefold ", ONEFOLD_VERSION, "\n", "backend cpu, instruction set ", facts.isa,
+                ", ", facts.threads, facts.threads == 1 ? " thread" : " threads", " of ",
+                cpu::available_processors(), " available, L2 cache ", facts.l2_bytes / 1024,
+                " KiB\n");
+}
+
+}  // namespace onefold

@@ -1,0 +1,465 @@
+#include "core/problem.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace onefold {
+namespace {
+
+constexpr std::int64_t kMaxHeadDim = 1 << 20;
+
+void check_tensor(const Tensor& t, const char* name, int rank) {
+  if (t.rank != rank) {
+    invalid(name, " has ", t.rank, " axes, shape ", shape_text(t), ": ", rank, " are needed");
+  }
+  for (int axis = 0; axis < rank; ++axis) {
+    if (t.shape[axis] < 0) invalid(name, " has shape ", shape_text(t), ": extents must be >= 0");
+  }
+  if (t.elements() > 0 && t.data == nullptr) {
+    invalid(name, " is a null pointer with shape ", shape_text(t), ": it needs memory");
+  }
+  if (t.device.type != DeviceType::kCpu) {
+    unsupported(name, " is on a CUDA device: this build runs on the CPU, so move it there");
+  }
+}
+
+void check_extent(const char* name, const char* axis, std::int64_t got, std::int64_t want,
+                  const char* reason) {
+  if (got != want) invalid(axis, " of ", name, " is ", got, ": ", want, " is needed, ", reason);
+}
+
+Rows rows_view(const Tensor& t, bool packed) {
+  Rows r;
+  r.present = true;
+  r.data = t.data;
+  r.dtype = t.dtype;
+  const int first = packed ? 0 : 1;
+  r.batch = packed ? 0 : t.stride[0];
+  r.row = t.stride[first];
+  r.head = t.stride[first + 1];
+  r.dim = t.stride[first + 2];
+  return r;
+}
+
+void check_same_rows(const char* name, const Tensor& t, const char* like_name, const Tensor& like,
+                     std::int64_t last) {
+  check_tensor(t, name, like.rank);
+  if (t.dtype != like.dtype) {
+    invalid(name, " is ", onefold::name(t.dtype), ": ", like_name, " is ",
+            onefold::name(like.dtype), " and both must agree");
+  }
+  for (int axis = 0; axis < t.rank; ++axis) {
+    const std::int64_t want = axis == t.rank - 1 ? last : like.shape[axis];
+    if (t.shape[axis] != want) {
+      Tensor needed = like;
+      needed.shape[like.rank - 1] = last;
+      invalid(name, " has shape ", shape_text(t), ": ", shape_text(needed), " is needed");
+    }
+  }
+}
+
+void check_float_option(const char* name, const Tensor& t, DType q) {
+  const bool fits = t.dtype == DType::kFloat32 ||
+                    (t.dtype == DType::kFloat64 && q == DType::kFloat64);
+  if (!fits) {
+    invalid(name, " is ", onefold::name(t.dtype), ": float32 is needed",
+            q == DType::kFloat64 ? " (or float64)" : "");
+  }
+}
+
+// Shape (H) or (B, H); `rank` limits which are allowed.
+Numbers per_head(const char* name, const Tensor& t, const Problem& p, bool batched_allowed) {
+  if (!(t.rank == 1 || (t.rank == 2 && batched_allowed))) {
+    invalid(name, " has shape ", shape_text(t), ": (", p.heads_q, ",)",
+            batched_allowed ? concat(" or (", p.batch, ", ", p.heads_q, ")") : std::string(),
+            " is needed, one number per query head");
+  }
+  check_tensor(t, name, t.rank);
+  check_float_option(name, t, p.dtype);
+  const bool batched = t.rank == 2;
+  if (batched) check_extent(name, "batch", t.shape[0], p.batch, "the batch of q");
+  check_extent(name, "heads", t.shape[batched ? 1 : 0], p.heads_q, "the heads of q");
+  Numbers n;
+  n.present = true;
+  n.data = t.data;
+  n.dtype = t.dtype;
+  n.batch = batched ? t.stride[0] : 0;
+  n.head = t.stride[batched ? 1 : 0];
+  return n;
+}
+
+Grid grid_view(const char* name, const Tensor& t, const std::array<std::int64_t, 4>& full) {
+  if (t.rank > 4) {
+    invalid(name, " has ", t.rank, " axes: at most 4 broadcast to (batch, heads, queries, keys)");
+  }
+  check_tensor(t, name, t.rank);
+  Grid g;
+  g.present = true;
+  g.data = t.data;
+  g.dtype = t.dtype;
+  for (int axis = 0; axis < t.rank; ++axis) {
+    const int to = 4 - t.rank + axis;
+    if (t.shape[axis] != full[to] && t.shape[axis] != 1) {
+      invalid(name, " has shape ", shape_text(t), ": it must broadcast to (", full[0], ", ",
+              full[1], ", ", full[2], ", ", full[3], ") = (batch, heads, queries, keys)");
+    }
+    g.extent[to] = t.shape[axis];
+    g.stride[to] = t.shape[axis] == 1 ? 0 : t.stride[axis];
+  }
+  return g;
+}
+
+void check_index_vector(const char* name, const Tensor& t, std::int64_t want) {
+  check_tensor(t, name, 1);
+  if (!is_index(t.dtype)) {
+    invalid(name, " is ", onefold::name(t.dtype), ": int32 or int64 is needed");
+  }
+  check_extent(name, "length", t.shape[0], want, "from the number of sequences");
+}
+
+std::int64_t index_at(const Tensor& t, std::int64_t i) {
+  return load_integer(t.data, t.dtype, i * t.stride[0]);
+}
+
+void check_offsets(const char* name, const Tensor& t, std::int64_t rows, const char* of) {
+  if (index_at(t, 0) != 0) invalid(name, " starts with ", index_at(t, 0), ": 0 is needed");
+  for (std::int64_t b = 1; b < t.shape[0]; ++b) {
+    if (index_at(t, b) < index_at(t, b - 1)) {
+      invalid(name, "[", b, "] is ", index_at(t, b), " after ", index_at(t, b - 1),
+              ": offsets must not decrease");
+    }
+  }
+  const std::int64_t last = index_at(t, t.shape[0] - 1);
+  if (last > rows) {
+    invalid(name, " ends with ", last, ": ", of, " has ", rows, " rows, so at most that");
+  }
+}
+
+std::int64_t used_length(const char* name, const std::optional<Tensor>& used, std::int64_t b,
+                         std::int64_t rows) {
+  if (!used) return rows;
+  const std::int64_t length = index_at(*used, b);
+  if (length < 0 || length > rows) {
+    invalid(name, "[", b, "] is ", length, ": sequence ", b, " has ", rows, " rows");
+  }
+  return length;
+}
+
+void read_sequences(Problem& p, const Attention& a) {
+  if (a.cu_seqlens_q) {
+    check_offsets("cu_seqlens_q", *a.cu_seqlens_q, p.rows_q, "q");
+    check_offsets("cu_seqlens_k", *a.cu_seqlens_k, p.rows_k, "k");
+  }
+  if (a.seqused_q) check_index_vector("seqused_q", *a.seqused_q, p.batch);
+  if (a.seqused_k) check_index_vector("seqused_k", *a.seqused_k, p.batch);
+  p.sequences.resize(static_cast<std::size_t>(p.batch));
+  for (std::int64_t b = 0; b < p.batch; ++b) {
+    Sequence& s = p.sequences[static_cast<std::size_t>(b)];
+    s = {0, 0, {p.rows_q, p.rows_k}, p.rows_q, p.rows_k};
+    if (p.packed) {
+      s.q_begin = index_at(*a.cu_seqlens_q, b);
+      s.k_begin = index_at(*a.cu_seqlens_k, b);
+      s.q_rows = index_at(*a.cu_seqlens_q, b + 1) - s.q_begin;
+      s.k_rows = index_at(*a.cu_seqlens_k, b + 1) - s.k_begin;
+    }
+    s.used.q = used_length("seqused_q", a.seqused_q, b, s.q_rows);
+    s.used.k = used_length("seqused_k", a.seqused_k, b, s.k_rows);
+    p.longest_q = std::max(p.longest_q, s.used.q);
+    p.longest_k = std::max(p.longest_k, s.used.k);
+  }
+  p.padded = a.seqused_q || a.seqused_k;
+  if (p.packed) {
+    p.padded = p.padded || index_at(*a.cu_seqlens_q, p.batch) < p.rows_q ||
+               index_at(*a.cu_seqlens_k, p.batch) < p.rows_k;
+  }
+}
+
+void read_shapes(Problem& p, const Attention& a) {
+  if (a.cu_seqlens_q.has_value() != a.cu_seqlens_k.has_value()) {
+    invalid(a.cu_seqlens_q ? "cu_seqlens_k" : "cu_seqlens_q",
+            " is missing: packed sequences need cu_seqlens_q and cu_seqlens_k");
+  }
+  p.packed = a.cu_seqlens_q.has_value();
+  if (!p.packed && (a.max_seqlen_q || a.max_seqlen_k)) {
+    invalid("max_seqlen_", a.max_seqlen_q ? "q" : "k",
+            " was given without cu_seqlens_q and cu_seqlens_k: it belongs to packed sequences");
+  }
+  const int rank = p.packed ? 3 : 4;
+  check_tensor(a.q, "q", rank);
+  check_tensor(a.k, "k", rank);
+  check_tensor(a.v, "v", rank);
+  p.dtype = a.q.dtype;
+  if (!is_float(p.dtype)) {
+    invalid("q is ", name(p.dtype), ": float32, bfloat16, float16 or float64 is needed");
+  }
+  if (a.k.dtype != p.dtype || a.v.dtype != p.dtype) {
+    const bool k_differs = a.k.dtype != p.dtype;
+    invalid(k_differs ? "k" : "v", " is ", name(k_differs ? a.k.dtype : a.v.dtype), ": q is ",
+            name(p.dtype), " and all three must agree");
+  }
+  const int at = rank - 3;
+  p.rows_q = a.q.shape[at];
+  p.rows_k = a.k.shape[at];
+  p.heads_q = a.q.shape[at + 1];
+  p.heads_k = a.k.shape[at + 1];
+  p.dim = a.q.shape[at + 2];
+  p.dim_v = a.v.shape[at + 2];
+  check_extent("v", "seqlen", a.v.shape[at], p.rows_k, "the rows of k");
+  check_extent("v", "heads", a.v.shape[at + 1], p.heads_k, "the heads of k");
+  check_extent("k", "head_dim", a.k.shape[at + 2], p.dim, "the head_dim of q");
+  if (p.dim > kMaxHeadDim || p.dim_v > kMaxHeadDim) {
+    unsupported("head_dim is ", std::max(p.dim, p.dim_v), ": at most ", kMaxHeadDim, " works");
+  }
+  if (p.packed) {
+    check_tensor(*a.cu_seqlens_q, "cu_seqlens_q", 1);
+    if (a.cu_seqlens_q->shape[0] < 1) {
+      invalid("cu_seqlens_q is empty: number of sequences + 1 offsets are needed");
+    }
+    p.batch = a.cu_seqlens_q->shape[0] - 1;
+    check_index_vector("cu_seqlens_q", *a.cu_seqlens_q, p.batch + 1);
+    check_index_vector("cu_seqlens_k", *a.cu_seqlens_k, p.batch + 1);
+  } else {
+    p.batch = a.q.shape[0];
+    check_extent("k", "batch", a.k.shape[0], p.batch, "the batch of q");
+    check_extent("v", "batch", a.v.shape[0], p.batch, "the batch of q");
+  }
+  if (p.heads_k == 0 ? p.heads_q != 0 : p.heads_q % p.heads_k != 0) {
+    invalid("q has ", p.heads_q, " heads and k has ", p.heads_k,
+            ": the heads of k must divide those of q");
+  }
+  p.group = p.heads_k == 0 ? 1 : p.heads_q / p.heads_k;
+}
+
+// Bias and mask are indexed by local positions; their full extent.
+std::array<std::int64_t, 4> grid_extent(const Problem& p, const Attention& a, const char* name) {
+  if (!p.packed) return {p.batch, p.heads_q, p.rows_q, p.rows_k};
+  if (!a.max_seqlen_q || !a.max_seqlen_k) {
+    invalid(name, " with packed sequences needs max_seqlen_q and max_seqlen_k: they give its shape");
+  }
+  if (*a.max_seqlen_q < p.longest_q || *a.max_seqlen_k < p.longest_k) {
+    const bool q = *a.max_seqlen_q < p.longest_q;
+    invalid(q ? "max_seqlen_q" : "max_seqlen_k", " is ", q ? *a.max_seqlen_q : *a.max_seqlen_k,
+            ": the longest sequence has ", q ? p.longest_q : p.longest_k, " rows, and ", name,
+            " must cover it");
+  }
+  return {p.batch, p.heads_q, *a.max_seqlen_q, *a.max_seqlen_k};
+}
+
+void read_band(Problem& p, const Attention& a) {
+  Variant& v = p.variant;
+  v.top_left = a.causal == Causal::kTopLeft;
+  // Beyond this no window can be told from an unbounded one; no sum overflows below it.
+  const std::int64_t limit = kUnbounded / 4;
+  if (a.window_left) v.band_begin = -clamp(*a.window_left, -limit, limit);
+  if (a.window_right) v.band_end = clamp(*a.window_right, -limit, limit);
+  if (a.causal != Causal::kNone) v.band_end = std::min<std::int64_t>(v.band_end, 0);
+  // Canonical form: a border that hides nothing in any sequence is no border.
+  bool left_hides = false, right_hides = false;
+  for (const Sequence& s : p.sequences) {
+    if (s.used.q == 0 || s.used.k == 0) continue;
+    left_hides |= diagonal(v, s.used, s.used.q - 1) + v.band_begin > 0;
+    right_hides |= diagonal(v, s.used, 0) + v.band_end < s.used.k - 1;
+  }
+  if (!left_hides) v.band_begin = -kUnbounded;
+  if (!right_hides) v.band_end = kUnbounded;
+}
+
+void read_variant(Problem& p, const Attention& a) {
+  Variant& v = p.variant;
+  v.scale = a.scale ? *a.scale : p.dim > 0 ? 1.0 / std::sqrt(static_cast<double>(p.dim)) : 1.0;
+  if (!std::isfinite(v.scale)) invalid("scale is ", v.scale, ": a finite number is needed");
+  v.softcap = a.softcap;
+  if (!(std::isfinite(v.softcap) && v.softcap >= 0)) {
+    invalid("softcap is ", v.softcap, ": a finite number >= 0 is needed, 0 for none");
+  }
+  v.dropout_p = a.dropout_p;
+  if (!(v.dropout_p >= 0 && v.dropout_p <= 1)) {
+    invalid("dropout_p is ", v.dropout_p, ": a probability from 0 to 1 is needed");
+  }
+  v.seed = a.seed;
+  read_band(p, a);
+  if (a.alibi_slopes) {
+    p.slopes = per_head("alibi_slopes", *a.alibi_slopes, p, true);
+    v.has_slopes = true;
+  }
+  if (a.sinks) p.sinks = per_head("sinks", *a.sinks, p, false);
+  if (a.bias) {
+    if (!is_float(a.bias->dtype)) {
+      invalid("bias is ", name(a.bias->dtype), ": a float dtype is needed (mask takes booleans)");
+    }
+    p.bias = grid_view("bias", *a.bias, grid_extent(p, a, "bias"));
+    v.has_bias = true;
+  }
+  if (a.mask) {
+    if (a.mask->dtype != DType::kBool) {
+      invalid("mask is ", name(a.mask->dtype), ": bool is needed (bias takes additive numbers)");
+    }
+    p.mask = grid_view("mask", *a.mask, grid_extent(p, a, "mask"));
+    v.has_mask = true;
+  }
+}
+
+struct Bytes {
+  std::intptr_t begin, end;
+};
+Bytes extent_bytes(const Tensor& t) {
+  const auto base = reinterpret_cast<std::intptr_t>(t.data);
+  if (t.elements() == 0) return {base, base};
+  std::int64_t low = 0, high = 0;
+  for (int axis = 0; axis < t.rank; ++axis) {
+    const std::int64_t reach = (t.shape[axis] - 1) * t.stride[axis];
+    (reach < 0 ? low : high) += reach;
+  }
+  const std::int64_t size = size_bytes(t.dtype);
+  return {base + low * size, base + (high + 1) * size};
+}
+
+// Two views of one buffer may interleave without sharing an element (slices of a packed qkv), so
+// overlapping byte ranges are refused only when the two were not cut from the same row pattern.
+bool may_overlap(const Tensor& x, const Tensor& y) {
+  const Bytes a = extent_bytes(x), b = extent_bytes(y);
+  if (a.begin >= b.end || b.begin >= a.end) return false;
+  if (x.rank != y.rank || x.dtype != y.dtype) return true;
+  const int rank = x.rank;
+  const std::int64_t size = size_bytes(x.dtype);
+  // Same outer pattern: disjoint when the offset between them, modulo the row step, keeps the
+  // inner (heads x dim) blocks apart.
+  for (int axis = 0; axis < rank - 2; ++axis) {
+    if (x.stride[axis] != y.stride[axis]) return true;
+  }
+  std::int64_t step = x.stride[rank - 3] < 0 ? -x.stride[rank - 3] : x.stride[rank - 3];
+  if (step == 0) return true;
+  for (int axis = 0; axis < rank - 3; ++axis) {
+    if (x.shape[axis] > 1 && x.stride[axis] % step != 0) return true;
+  }
+  const auto inner = [rank, size](const Tensor& t) {
+    Tensor block = t;
+    for (int axis = 0; axis < rank - 2; ++axis) block.shape[axis] = 1;
+    return extent_bytes(block);
+  };
+  step *= size;
+  const Bytes p = inner(x), q = inner(y);
+  if (p.end - p.begin > step || q.end - q.begin > step) return true;
+  const std::intptr_t gap = (((q.begin - p.begin) % step) + step) % step;
+  return !(gap >= p.end - p.begin && gap + (q.end - q.begin) <= step);
+}
+
+void check_writable(const char* name, const Tensor& t) {
+  for (int axis = 0; axis < t.rank; ++axis) {
+    if (t.shape[axis] > 1 && t.stride[axis] == 0) {
+      invalid(name, " has stride 0 on axis ", axis, ": an output needs memory of its own");
+    }
+  }
+}
+
+void check_no_overlap(const char* name, const Tensor& t, const Attention& a) {
+  check_writable(name, t);
+  const auto against = [&](const char* other, const Tensor& u) {
+    if (t.elements() > 0 && u.elements() > 0 && may_overlap(t, u)) {
+      invalid(name, " shares memory with ", other, ": an output needs memory of its own");
+    }
+  };
+  against("q", a.q);
+  against("k", a.k);
+  against("v", a.v);
+  if (a.bias) against("bias", *a.bias);
+  if (a.mask) against("mask", *a.mask);
+  if (a.alibi_slopes) against("alibi_slopes", *a.alibi_slopes);
+  if (a.sinks) against("sinks", *a.sinks);
+}
+
+}  // namespace
+
+std::string shape_text(const Tensor& tensor) {
+  std::string text = "(";
+  for (int axis = 0; axis < tensor.rank; ++axis) {
+    if (axis > 0) text += ", ";
+    text += std::to_string(tensor.shape[axis]);
+  }
+  return text + (tensor.rank == 1 ? ",)" : ")");
+}
+
+Problem make_problem(const Attention& a) {
+  Problem p;
+  read_shapes(p, a);
+  read_sequences(p, a);
+  p.q = rows_view(a.q, p.packed);
+  p.k = rows_view(a.k, p.packed);
+  p.v = rows_view(a.v, p.packed);
+  read_variant(p, a);
+  return p;
+}
+
+Rows make_out(const Problem& p, const Attention& a, const Tensor& out) {
+  check_same_rows("out", out, "q", a.q, p.dim_v);
+  check_no_overlap("out", out, a);
+  return rows_view(out, p.packed);
+}
+
+Numbers make_lse(const Problem& p, const Tensor& t, const char* name) {
+  const DType want = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  check_tensor(t, name, p.packed ? 2 : 3);
+  if (t.dtype != want) {
+    invalid(name, " is ", onefold::name(t.dtype), ": ", onefold::name(want), " is needed");
+  }
+  if (!p.packed) check_extent(name, "batch", t.shape[0], p.batch, "the batch of q");
+  const int at = p.packed ? 0 : 1;
+  check_extent(name, "heads", t.shape[at], p.heads_q, "the heads of q");
+  check_extent(name, "rows", t.shape[at + 1], p.rows_q, "the rows of q");
+  Numbers n;
+  n.present = true;
+  n.data = t.data;
+  n.dtype = t.dtype;
+  n.batch = p.packed ? 0 : t.stride[0];
+  n.head = t.stride[at];
+  n.row = t.stride[at + 1];
+  return n;
+}
+
+BackwardTensors make_backward(const Problem& p, const Attention& a, const Tensor& out,
+                              const Tensor& lse, const std::optional<Tensor>& dout,
+                              const std::optional<Tensor>& dlse, const Gradients& g) {
+  BackwardTensors t;
+  check_same_rows("out", out, "q", a.q, p.dim_v);
+  t.out = rows_view(out, p.packed);
+  t.lse = make_lse(p, lse, "lse");
+  if (dout) {
+    check_same_rows("dout", *dout, "q", a.q, p.dim_v);
+    t.dout = rows_view(*dout, p.packed);
+  }
+  if (dlse) t.dlse = make_lse(p, *dlse, "dlse");
+  const auto like = [&](const char* name, const std::optional<Tensor>& d, const char* of_name,
+                        const Tensor& of) {
+    if (!d) return Rows{};
+    check_same_rows(name, *d, of_name, of, of.shape[of.rank - 1]);
+    check_no_overlap(name, *d, a);
+    return rows_view(*d, p.packed);
+  };
+  t.dq = like("dq", g.dq, "q", a.q);
+  t.dk = like("dk", g.dk, "k", a.k);
+  t.dv = like("dv", g.dv, "v", a.v);
+  const auto same_shape = [](const char* name, const std::optional<Tensor>& d,
+                             const std::optional<Tensor>& of, const char* of_name) {
+    if (!d) return false;
+    if (!of) invalid(name, " was asked for without ", of_name, ": there is nothing to derive by");
+    check_tensor(*d, name, of->rank);
+    check_writable(name, *d);
+    if (d->dtype != of->dtype || shape_text(*d) != shape_text(*of)) {
+      invalid(name, " is ", onefold::name(d->dtype), " ", shape_text(*d), ": ",
+              onefold::name(of->dtype), " ", shape_text(*of), " is needed, as ", of_name);
+    }
+    return true;
+  };
+  if (same_shape("dbias", g.dbias, a.bias, "bias")) {
+    t.dbias = grid_view("dbias", *g.dbias, grid_extent(p, a, "bias"));
+  }
+  if (same_shape("dslopes", g.dslopes, a.alibi_slopes, "alibi_slopes")) {
+    t.dslopes = per_head("dslopes", *g.dslopes, p, true);
+  }
+  if (same_shape("dsinks", g.dsinks, a.sinks, "sinks")) {
+    t.dsinks = per_head("dsinks", *g.dsinks, p, false);
+  }
+  return t;
+}
+
+}  // namespace onefold

@@ -1,0 +1,66 @@
+// The work order of the CPU backend: what plan decides and the kernels carry out.
+//
+// Invariant: plain data. `CpuFacts` is what plan may know about the machine and the kernels;
+// `CpuWork` is all a backend needs besides the problem. Includes problem.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/problem.h"
+
+namespace onefold {
+
+// A unit of work: rows [row_begin, row_end) of one (sequence, key/value head). With `group` query
+// heads per key/value head, row r is query r / group of head kv_head * group + r % group. Backward
+// items that are chunks name the chunk in row_begin.
+struct Item {
+  std::int64_t b, kv_head, row_begin, row_end;
+};
+
+// Sizes that shape one call. `keys` fixes the order of additions and depends on the head dims
+// alone; `super_keys` (how many packed keys stay in cache) touches no result.
+struct Tiles {
+  int rows = 0;                 // of one query tile: the lanes
+  int keys = 0;                 // of one key tile
+  std::int64_t super_keys = 0;  // packed at a time, a multiple of keys
+};
+
+struct BackwardWants {
+  bool dq = false, dkv = false, dslopes = false, dsinks = false;
+  bool dbias = false;
+  bool dbias_broadcast = false;  // some axis of dbias is summed over
+  bool bias_in_main_pass() const { return dbias && !dbias_broadcast; }
+  bool main_pass() const { return dq || dkv || dslopes || dsinks || bias_in_main_pass(); }
+};
+
+struct CpuFacts {
+  const char* isa = "";
+  int threads = 1;
+  std::int64_t l2_bytes = 512 * 1024;
+  int lanes_float = 0, lanes_double = 0;
+  // Scratch of one worker and private sums of one chunk, laid out by the kernels themselves.
+  std::size_t (*forward_scratch)(const Problem&, const Tiles&, std::int64_t tiles_per_item) = nullptr;
+  std::size_t (*backward_scratch)(const Problem&, const Tiles&, const BackwardWants&, bool by_chunk,
+                                  std::int64_t num_chunks) = nullptr;
+  std::size_t (*chunk_bytes)(const Problem&) = nullptr;
+};
+
+struct CpuWork {
+  Tiles tiles;
+  std::int64_t tiles_per_item = 1;
+  std::vector<Item> items;
+  std::size_t scratch_bytes = 0;  // per worker
+  int workers = 1;
+
+  // Backward. Items are whole heads, or chunks of queries of one when heads are few.
+  BackwardWants wants;
+  bool by_chunk = false;
+  std::int64_t chunk = 0, num_chunks = 0;  // queries per chunk; chunks of the longest sequence
+  std::size_t chunk_sums_bytes = 0;        // private dK and dV of every chunk
+  std::size_t number_sums_bytes = 0;       // dSlopes and dSinks per chunk, both
+  std::size_t workspace_bytes = 0;         // all of the above
+};
+
+}  // namespace onefold

@@ -1,0 +1,526 @@
+// Backward, one work item: a chunk of queries of one (sequence, key/value head), or all its chunks.
+//
+//   for each chunk of queries: private dK, dV = 0
+//     for each pass of query tiles (prepared once): for each stretch of keys (packed once)
+//       for each query tile, for each key tile
+//         scores = K Qt, dP = V dOt          register tiles, into L1
+//         P = 2^(score - lse);  dZ = P (dP - delta)
+//         dV += P^T dO;  dK += dX^T Q;  dQt += K^T dX
+//   sum the chunks in order, scale, store
+//
+// delta = dO . O - dLSE. P is final (the forward pass left lse), so everything is a plain sum, in
+// float (or double) and in an order that depends on the lengths alone. Compiled once per
+// instruction set; includes tile.h.
+#pragma once
+
+#include <cmath>
+
+#include "cpu/tile.h"
+
+namespace onefold::cpu::ONEFOLD_ISA {
+
+inline constexpr int kPassTiles = 16;
+
+template <class R>
+inline std::int64_t padded_dim(std::int64_t dim) {
+  return round_up(dim > 0 ? dim : 1, kWidth<R>);
+}
+
+// The query side of one tile, prepared once per pass.
+template <class R>
+struct QueryData {
+  R *qt, *dot;              // [d][lane]: q times the score factor; dout
+  R *q, *dout;              // [lane][d]: as they are, for the sums over queries
+  R *dqt;                   // [d][lane]
+  R *lse, *delta;           // base 2; dO . O - dLSE
+  R* slope_sum;             // sum of dZ * distance
+  bool *q_poison, *dout_poison;  // rows left out of q and dout because they are not finite
+
+  QueryData(Arena& arena, const Problem& p) {
+    constexpr int kL = kLanes<R>;
+    qt = arena.take<R>(p.dim * kL);
+    dot = arena.take<R>(p.dim_v * kL);
+    q = arena.take<R>(padded_dim<R>(p.dim) * kL);
+    dout = arena.take<R>(padded_dim<R>(p.dim_v) * kL);
+    dqt = arena.take<R>(round_up(p.dim, kPanel) * kL);
+    lse = arena.take<R>(kL);
+    delta = arena.take<R>(kL);
+    slope_sum = arena.take<R>(kL);
+    q_poison = arena.take<bool>(kL);
+    dout_poison = arena.take<bool>(kL);
+  }
+};
+
+template <class R>
+struct BackwardScratch {
+  R *k_panels, *v_panels, *kt_panels, *row, *other_row;
+  int *poison_counts, *poison_keys;
+  R *weights, *dscores, *dz, *addend, *dropout;
+  R *chunk_dk, *chunk_dv, *total_dk, *total_dv;  // [key][d], private
+  LaneFacts<R> lanes;
+  std::byte* query_block;
+  std::size_t query_bytes;
+
+  // chunk_*: when items are heads. total_*: when a head has several chunks.
+  BackwardScratch(Arena& arena, const Problem& p, const Tiles& t, bool chunks, bool totals,
+                  bool with_dz)
+      : lanes(arena, kLanes<R>) {
+    constexpr int kL = kLanes<R>;
+    const std::int64_t key_tiles = t.super_keys / t.keys;
+    const std::int64_t panel_keys = round_up(t.keys, kPanel);
+    const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
+    k_panels = arena.take<R>(key_tiles * panel_keys * p.dim);
+    v_panels = arena.take<R>(key_tiles * panel_keys * p.dim_v);
+    kt_panels = arena.take<R>(key_tiles * t.keys * round_up(p.dim, kPanel));
+    poison_counts = arena.take<int>(key_tiles);
+    poison_keys = arena.take<int>(t.super_keys);
+    row = arena.take<R>((dim > dim_v ? dim : dim_v) + t.keys + kPanel);
+    other_row = arena.take<R>((dim > dim_v ? dim : dim_v) + t.keys + kPanel);
+    weights = arena.take<R>(panel_keys * kL);
+    dscores = arena.take<R>(panel_keys * kL);
+    dz = arena.take<R>(with_dz ? t.keys * kL : 0);
+    addend = arena.take<R>(p.bias || p.mask ? t.keys * kL : 0);
+    dropout = arena.take<R>(p.variant.dropout() ? t.keys * kL : 0);
+    const std::int64_t keys = round_up(p.longest_k, t.keys);
+    chunk_dk = arena.take<R>(chunks ? keys * dim : 0);
+    chunk_dv = arena.take<R>(chunks ? keys * dim_v : 0);
+    total_dk = arena.take<R>(totals ? keys * dim : 0);
+    total_dv = arena.take<R>(totals ? keys * dim_v : 0);
+    Arena one(nullptr);
+    QueryData<R>(one, p);
+    query_bytes = one.used();
+    query_block = arena.take<std::byte>(static_cast<std::int64_t>(query_bytes) * kPassTiles);
+  }
+  QueryData<R> query_data(const Problem& p, std::int64_t idx) const {
+    Arena arena(query_block + static_cast<std::size_t>(idx) * query_bytes);
+    return QueryData<R>(arena, p);
+  }
+};
+
+template <class R>
+struct BackwardItem {
+  const BackwardCall& call;
+  const Problem& p;
+  BackwardScratch<R>& s;
+  HeadGroup heads;
+  Sequence seq;
+  R *dk, *dv;  // private sums of the current chunk, [key][d]; null when not wanted
+  bool want_dq;
+  bool want_dz;  // dZ itself is wanted, in s.dz
+
+  QueryTile tile(std::int64_t row_begin, std::int64_t row_end) const {
+    return query_tile<R>(heads, row_begin, row_end);
+  }
+
+  // `lanes` has been set for the tile.
+  void load_queries(const QueryTile& tile, const QueryData<R>& x) {
+    const int width = tile.vectors * kWidth<R>;
+    const R factor = static_cast<R>(p.variant.scale * (p.variant.scale_only() ? kLog2E : 1.0));
+    const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
+    for (std::int64_t d = 0; d < p.dim * width; ++d) x.qt[d] = R(0);
+    for (std::int64_t d = 0; d < p.dim_v * width; ++d) x.dot[d] = R(0);
+    for (std::int64_t d = 0; d < dim * width; ++d) x.q[d] = R(0);
+    for (std::int64_t d = 0; d < dim_v * width; ++d) x.dout[d] = R(0);
+    for (std::int64_t d = 0; d < round_up(p.dim, kPanel) * width; ++d) x.dqt[d] = R(0);
+    for (int lane = 0; lane < width; ++lane) {
+      x.lse[lane] = x.delta[lane] = x.slope_sum[lane] = R(0);
+      x.q_poison[lane] = x.dout_poison[lane] = false;
+      if (lane >= tile.rows) continue;
+      const std::int64_t h = s.lanes.head[lane], r = seq.q_begin + s.lanes.query[lane];
+      R* q = x.q + lane * dim;
+      load_row(q, p.q.at(heads.b, r, h), p.q.dtype, p.q.dim, p.dim);
+      scatter_lane(q, p.dim, factor, width, x.qt + lane);
+      x.q_poison[lane] = !all_finite(q, p.dim);
+      if (x.q_poison[lane]) {
+        for (std::int64_t d = 0; d < p.dim; ++d) q[d] = R(0);
+      }
+      double delta = call.t.dlse ? -call.t.dlse.load(heads.b, h, r) : 0.0;
+      if (call.t.dout) {
+        R* dout = x.dout + lane * dim_v;
+        load_row(dout, call.t.dout.at(heads.b, r, h), call.t.dout.dtype, call.t.dout.dim, p.dim_v);
+        load_row(s.row, call.t.out.at(heads.b, r, h), call.t.out.dtype, call.t.out.dim, p.dim_v);
+        scatter_lane(dout, p.dim_v, R(1), width, x.dot + lane);
+        for (std::int64_t d = 0; d < p.dim_v; ++d) delta += double{dout[d]} * double{s.row[d]};
+        x.dout_poison[lane] = !all_finite(dout, p.dim_v);
+        if (x.dout_poison[lane]) {
+          for (std::int64_t d = 0; d < p.dim_v; ++d) dout[d] = R(0);
+        }
+      }
+      x.delta[lane] = static_cast<R>(delta);
+      x.lse[lane] = static_cast<R>(call.t.lse.load(heads.b, h, r) * kLog2E);
+    }
+  }
+
+  // dSink_h = -sum_i e^(sink - lse_i) delta_i, this tile's part of it.
+  void add_sinks(const QueryTile& tile, const QueryData<R>& x, double* sums) {
+    for (int lane = 0; lane < tile.rows; ++lane) {
+      const std::int64_t h = s.lanes.head[lane];
+      const double lse = call.t.lse.load(heads.b, h, seq.q_begin + s.lanes.query[lane]) * kLog2E;
+      const double share = weight(p.sinks.load(heads.b, h) * kLog2E, lse);
+      sums[h - heads.first_head] -= share * double{x.delta[lane]};
+    }
+  }
+
+  void pack(std::int64_t key_begin, std::int64_t key_end) {
+    const Tiles& t = call.tiles;
+    const std::int64_t panel_keys = round_up(t.keys, kPanel);
+    for (std::int64_t j = key_begin; j < key_end; j += t.keys) {
+      const std::int64_t idx = (j - key_begin) / t.keys;
+      const int count = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
+      pack_score_panel(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim, s.row,
+                       s.k_panels + idx * panel_keys * p.dim);
+      pack_score_panel(p.v, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim_v, s.row,
+                       s.v_panels + idx * panel_keys * p.dim_v);
+      PoisonList poison{0, s.poison_keys + idx * t.keys};
+      pack_value_panel(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, t.keys, p.dim, s.row,
+                       s.kt_panels + idx * t.keys * round_up(p.dim, kPanel), poison);
+      s.poison_counts[idx] = poison.count;
+    }
+  }
+
+  // weights: scores -> P (after dropout); dscores: dP -> dX; dz when wanted; slope sums.
+  template <int N>
+  void differentiate(std::int64_t key_begin, int num_keys, bool border, bool staged,
+                     const QueryData<R>& x) {
+    constexpr int kRow = N * kWidth<R>;
+    using V = Vec<R>;
+    const Variant& variant = p.variant;
+    const bool natural = !variant.scale_only();
+    const V one = splat<R>(R(1)), kept = splat<R>(static_cast<R>(keep_scale(variant)));
+    for (int n = 0; n < N; ++n) {
+      const int column = n * kWidth<R>;
+      const V against = anchor(load(x.lse + column)), delta = load(x.delta + column);
+      IntVec<R> first{}, last{};
+      if (border) {
+        first = load(s.lanes.first_key + column);
+        last = load(s.lanes.last_key + column);
+      }
+      At<V> at{};
+      V position{}, slope_sum{};
+      if (variant.has_slopes) {
+        at.slope = load(s.lanes.slope + column);
+        position = load(s.lanes.position + column);
+      }
+      for (int key = 0; key < num_keys; ++key) {
+        const int where = key * kRow + column;
+        V score_2 = load(s.weights + where), slope = one, dp = load(s.dscores + where);
+        if (staged) at.bias = load(s.addend + where);
+        if (natural) {
+          if (variant.has_slopes) {
+            at.distance =
+                VectorArith<R>::abs(position - splat<R>(static_cast<R>(key_begin + key)));
+          }
+          const Dual<V> z = score(variant, Dual<V>{score_2, one}, at);
+          score_2 = to_base_2<R>(z.value);
+          slope = z.slope;
+        }
+        V weight = weight_from(score_2, against);
+        // At most 1: what exceeds it is the rounding of a large lse.
+        weight = weight > one ? one : weight;
+        V dropped = weight;
+        if (variant.dropout()) {
+          const V factor = load(s.dropout + where) * kept;
+          dropped = weight * factor;
+          dp = dp * factor;
+        }
+        V dz = weight * (dp - delta);
+        V dx = natural ? dz * slope : dz;
+        if (staged || border) {
+          IntVec<R> seen = splat<Int<R>>(-1);
+          if (staged) seen = at.bias != splat<R>(kEmpty<R>);
+          if (border) {
+            const IntVec<R> j = splat<Int<R>>(key);
+            seen = seen & (j >= first) & (j < last);
+          }
+          dropped = seen ? dropped : V{};
+          dz = seen ? dz : V{};
+          dx = seen ? dx : V{};
+        }
+        if (variant.has_slopes) slope_sum = fma(dz, at.distance, slope_sum);
+        if (want_dz) store(s.dz + where, dz);
+        store(s.weights + where, dropped);
+        store(s.dscores + where, dx);
+      }
+      R* sum = x.slope_sum + column;
+      store(sum, load(sum) + slope_sum);
+    }
+  }
+
+  // What the matrix products left out because it is not finite, for the pairs that see each other.
+  void add_poisoned(const QueryTile& tile, std::int64_t key_begin, int num_keys,
+                    const PoisonList& poison, const R* addend, const QueryData<R>& x) {
+    const int width = tile.vectors * kWidth<R>;
+    const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
+    for (int idx = 0; want_dq && idx < poison.count; ++idx) {
+      const int key = poison.keys[idx];
+      load_row(s.row, p.k.at(heads.b, seq.k_begin + key_begin + key, heads.kv_head), p.k.dtype, p.k.dim, p.dim);
+      for (int lane = 0; lane < tile.rows; ++lane) {
+        if (!lane_sees(s.lanes, addend, width, lane, key)) continue;
+        const R dx = s.dscores[key * width + lane];
+        for (std::int64_t d = 0; d < p.dim; ++d) x.dqt[d * width + lane] += dx * s.row[d];
+      }
+    }
+    for (int lane = 0; dk && lane < tile.rows; ++lane) {
+      const std::int64_t h = s.lanes.head[lane], r = seq.q_begin + s.lanes.query[lane];
+      if (x.q_poison[lane]) {
+        load_row(s.row, p.q.at(heads.b, r, h), p.q.dtype, p.q.dim, p.dim);
+        add_row(num_keys, key_begin, width, lane, addend, s.dscores, s.row, p.dim, dim, dk);
+      }
+      if (x.dout_poison[lane]) {
+        load_row(s.row, call.t.dout.at(heads.b, r, h), call.t.dout.dtype, call.t.dout.dim, p.dim_v);
+        add_row(num_keys, key_begin, width, lane, addend, s.weights, s.row, p.dim_v, dim_v, dv);
+      }
+    }
+  }
+  void add_row(int num_keys, std::int64_t key_begin, int width, int lane, const R* addend,
+               const R* factors, const R* row, std::int64_t dim, std::int64_t step, R* sums) {
+    for (int key = 0; key < num_keys; ++key) {
+      if (!lane_sees(s.lanes, addend, width, lane, key)) continue;
+      R* to = sums + (key_begin + key) * step;
+      for (std::int64_t d = 0; d < dim; ++d) to[d] += factors[key * width + lane] * row[d];
+    }
+  }
+
+  // One (query tile, key tile). False when no row sees any key of it.
+  template <int N>
+  bool attend(const QueryTile& tile, std::int64_t key_begin, int num_keys, std::int64_t panel,
+              const QueryData<R>& x) {
+    constexpr int kRow = N * kWidth<R>;
+    const Tiles& t = call.tiles;
+    const TileClass band =
+        tile_class(p.variant, seq.used, tile.query_begin(), tile.query_end(), key_begin, key_begin + num_keys);
+    if (band == TileClass::kEmpty) return false;
+    TileClass options = TileClass::kFull;
+    if (p.bias || p.mask) {
+      options = stage_addend(p, tile, key_begin, num_keys, s.lanes, s.row, s.addend);
+      if (options == TileClass::kEmpty) return false;
+    }
+    const PoisonList poison{s.poison_counts[panel], s.poison_keys + panel * t.keys};
+    // A tile with lanes to spare hides them like a border does.
+    const bool border = band == TileClass::kPartial || tile.rows < kRow;
+    const bool add = p.variant.has_bias || options == TileClass::kPartial;
+    set_intervals(p, tile, key_begin, num_keys, s.lanes);
+    const std::int64_t panel_keys = round_up(t.keys, kPanel);
+    score_product<R, N>(s.k_panels + panel * panel_keys * p.dim, x.qt, p.dim, num_keys, s.weights);
+    score_product<R, N>(s.v_panels + panel * panel_keys * p.dim_v, x.dot, p.dim_v, num_keys,
+                        s.dscores);
+    if (p.variant.dropout()) {
+      draw_dropout(p, tile, key_begin, num_keys, s.lanes, s.dropout);
+    }
+    differentiate<N>(key_begin, num_keys, border, add, x);
+
+    if (dk) {
+      for (std::int64_t y = num_keys * kRow; y < round_up(num_keys, kOuterRows) * kRow; ++y) {
+        s.weights[y] = s.dscores[y] = R(0);
+      }
+      const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
+      outer_product<R>(s.weights, kRow, x.dout, dim_v, num_keys, dv + key_begin * dim_v);
+      outer_product<R>(s.dscores, kRow, x.q, dim, num_keys, dk + key_begin * dim);
+    }
+    if (want_dq) {
+      Vec<R> keep[N];
+      for (int n = 0; n < N; ++n) keep[n] = splat<R>(R(1));
+      value_product<R, N>(s.kt_panels + panel * t.keys * round_up(p.dim, kPanel), t.keys,
+                          s.dscores, p.dim, num_keys, keep, x.dqt);
+    }
+    add_poisoned(tile, key_begin, num_keys, poison, add ? s.addend : nullptr, x);
+    return true;
+  }
+  bool attend_any(const QueryTile& tile, std::int64_t key_begin, int num_keys, std::int64_t panel,
+                  const QueryData<R>& x) {
+    if constexpr (kTileVectors == 3) {
+      if (tile.vectors == 3) return attend<3>(tile, key_begin, num_keys, panel, x);
+    }
+    if (tile.vectors == 2) return attend<2>(tile, key_begin, num_keys, panel, x);
+    return attend<1>(tile, key_begin, num_keys, panel, x);
+  }
+
+  void store_bias_gradient(const QueryTile& tile, std::int64_t key_begin, int num_keys) {
+    const int width = tile.vectors * kWidth<R>;
+    const Grid& g = call.t.dbias;
+    for (int lane = 0; lane < tile.rows; ++lane) {
+      for (int key = 0; key < num_keys; ++key) s.row[key] = s.dz[key * width + lane];
+      const std::int64_t at = g.offset(heads.b, s.lanes.head[lane], s.lanes.query[lane], key_begin);
+      store_row(static_cast<std::byte*>(g.data) + at * size_bytes(g.dtype), g.dtype, g.stride[3],
+                s.row, num_keys);
+    }
+  }
+
+  void store_dq(const QueryTile& tile, const QueryData<R>& x) {
+    const int width = tile.vectors * kWidth<R>;
+    const R scale = static_cast<R>(p.variant.scale);
+    for (int lane = 0; lane < tile.rows; ++lane) {
+      for (std::int64_t d = 0; d < p.dim; ++d) s.row[d] = x.dqt[d * width + lane] * scale;
+      store_row(call.t.dq.at(heads.b, seq.q_begin + s.lanes.query[lane], s.lanes.head[lane]),
+                call.t.dq.dtype, call.t.dq.dim, s.row, p.dim);
+    }
+  }
+
+  // Rows [row_begin, row_end) against all their keys; at most kPassTiles tiles.
+  void pass(std::int64_t row_begin, std::int64_t row_end, double* slope_sums, double* sink_sums) {
+    const Tiles& t = call.tiles;
+    const std::int64_t num_tiles = (row_end - row_begin + kLanes<R> - 1) / kLanes<R>;
+    for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
+      const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
+      set_lanes(p, q, s.lanes);
+      load_queries(q, s.query_data(p, idx));
+      if (sink_sums) add_sinks(q, s.query_data(p, idx), sink_sums);
+    }
+    const TileRange all = kv_range(p.variant, seq.used, row_begin / heads.group,
+                                   (row_end - 1) / heads.group + 1);
+    const std::int64_t last = round_up(all.end, t.keys);
+    const std::int64_t end = last < seq.used.k ? last : seq.used.k;
+    for (std::int64_t super = all.begin / t.keys * t.keys; super < end; super += t.super_keys) {
+      const std::int64_t key_end = super + t.super_keys < end ? super + t.super_keys : end;
+      pack(super, key_end);
+      for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
+        const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
+        const QueryData<R> x = s.query_data(p, idx);
+        set_lanes(p, q, s.lanes);
+        for (std::int64_t j = super; j < key_end; j += t.keys) {
+          const int count = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
+          if (attend_any(q, j, count, (j - super) / t.keys, x) && call.wants.bias_in_main_pass()) {
+            store_bias_gradient(q, j, count);
+          }
+        }
+      }
+    }
+    for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
+      const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
+      const QueryData<R> x = s.query_data(p, idx);
+      set_lanes(p, q, s.lanes);
+      if (want_dq) store_dq(q, x);
+      for (int lane = 0; slope_sums && lane < q.rows; ++lane) {
+        slope_sums[s.lanes.head[lane] - heads.first_head] -= double{x.slope_sum[lane]};
+      }
+    }
+  }
+
+  // One chunk of queries; dk and dv are private and cleared for the keys it sees.
+  KeyInterval chunk(std::int64_t idx) {
+    const std::int64_t i0 = idx * call.chunk;
+    const std::int64_t i1 = i0 + call.chunk < seq.used.q ? i0 + call.chunk : seq.used.q;
+    if (i0 >= i1) return {0, 0};
+    const TileRange all = kv_range(p.variant, seq.used, i0, i1);
+    const std::int64_t begin = all.begin / call.tiles.keys * call.tiles.keys;
+    const std::int64_t end = round_up(all.end, call.tiles.keys);
+    if (dk) {
+      const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
+      for (std::int64_t x = begin * dim; x < end * dim; ++x) dk[x] = R(0);
+      for (std::int64_t x = begin * dim_v; x < end * dim_v; ++x) dv[x] = R(0);
+    }
+    const std::int64_t at = ((heads.b * p.heads_k + heads.kv_head) * call.num_chunks + idx) * p.group;
+    const std::int64_t step = kPassTiles * kLanes<R>;
+    for (std::int64_t r = i0 * p.group; r < i1 * p.group; r += step) {
+      const std::int64_t row_end = r + step < i1 * p.group ? r + step : i1 * p.group;
+      pass(r, row_end, call.slope_sums ? call.slope_sums + at : nullptr,
+           call.sink_sums ? call.sink_sums + at : nullptr);
+    }
+    return {begin, end};
+  }
+};
+
+// dk or dv of keys [begin, end) of one head from sums [key][d].
+template <class R>
+inline void store_key_gradient(const BackwardCall& call, const Item& item, const Rows& to,
+                               const R* sums, std::int64_t dim, R factor, R* row) {
+  if (!to) return;
+  const Sequence& seq = call.problem->sequences[static_cast<std::size_t>(item.b)];
+  for (std::int64_t key = item.row_begin; key < item.row_end; ++key) {
+    const R* from = sums + key * padded_dim<R>(dim);
+    for (std::int64_t d = 0; d < dim; ++d) row[d] = from[d] * factor;
+    store_row(to.at(item.b, seq.k_begin + key, item.kv_head), to.dtype, to.dim, row, dim);
+  }
+}
+
+template <class R>
+inline std::int64_t chunk_elements_of(const Problem& p, std::int64_t keys) {
+  return keys * (padded_dim<R>(p.dim) + padded_dim<R>(p.dim_v));
+}
+// Private sums hold whole key tiles; no tile is larger than this.
+inline constexpr int kMostTileKeys = 128;
+template <class R>
+inline std::int64_t chunk_elements_of(const Problem& p) {
+  return chunk_elements_of<R>(p, round_up(p.longest_k, kMostTileKeys));
+}
+
+template <class R>
+void backward_item(const BackwardCall& call, std::int64_t index, int worker) {
+  const Problem& p = *call.problem;
+  const Item& item = call.items[index];
+  const Sequence& seq = p.sequences[static_cast<std::size_t>(item.b)];
+  const bool by_chunk = call.by_chunk;
+  const bool totals = call.wants.dkv && !by_chunk && call.num_chunks > 1;
+  Arena arena(call.scratch + static_cast<std::size_t>(worker) * call.scratch_bytes);
+  BackwardScratch<R> s(arena, p, call.tiles, call.wants.dkv && !by_chunk, totals,
+                       call.wants.bias_in_main_pass());
+  const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
+  BackwardItem<R> work{call, p, s, head_group(p, item.b, item.kv_head), seq, nullptr,
+                       nullptr, bool(call.t.dq), call.wants.bias_in_main_pass()};
+  if (by_chunk) {  // item.row_begin is the chunk
+    if (call.wants.dkv) {
+      R* sums = reinterpret_cast<R*>(call.chunk_sums);
+      const std::int64_t idx =
+          (item.b * p.heads_k + item.kv_head) * call.num_chunks + item.row_begin;
+      work.dk = sums + idx * chunk_elements_of<R>(p);
+      work.dv = work.dk + round_up(p.longest_k, kMostTileKeys) * dim;
+    }
+    work.chunk(item.row_begin);
+    return;
+  }
+  if (call.wants.dkv) {
+    work.dk = s.chunk_dk;
+    work.dv = s.chunk_dv;
+  }
+  R *dk = totals ? s.total_dk : s.chunk_dk, *dv = totals ? s.total_dv : s.chunk_dv;
+  const std::int64_t keys = round_up(seq.used.k, call.tiles.keys);
+  if (call.wants.dkv) {
+    for (std::int64_t x = 0; x < keys * dim; ++x) dk[x] = R(0);
+    for (std::int64_t x = 0; x < keys * dim_v; ++x) dv[x] = R(0);
+  }
+  for (std::int64_t idx = 0; idx < call.num_chunks; ++idx) {
+    const KeyInterval touched = work.chunk(idx);
+    if (!totals) continue;
+    for (std::int64_t x = touched.begin * dim; x < touched.end * dim; ++x) dk[x] += work.dk[x];
+    for (std::int64_t x = touched.begin * dim_v; x < touched.end * dim_v; ++x) dv[x] += work.dv[x];
+  }
+  if (!call.wants.dkv) return;
+  const Item all{item.b, item.kv_head, 0, seq.used.k};
+  store_key_gradient<R>(call, all, call.t.dk, dk, p.dim, static_cast<R>(p.variant.scale), s.row);
+  store_key_gradient<R>(call, all, call.t.dv, dv, p.dim_v, R(1), s.row);
+}
+
+// The same sum as a whole-head item forms: chunk after chunk, each only where it has keys.
+template <class R>
+void reduce_chunks_of(const BackwardCall& call, const Item& keys, int worker) {
+  const Problem& p = *call.problem;
+  const Sequence& seq = p.sequences[static_cast<std::size_t>(keys.b)];
+  Arena arena(call.scratch + static_cast<std::size_t>(worker) * call.scratch_bytes);
+  const std::int64_t most = padded_dim<R>(p.dim > p.dim_v ? p.dim : p.dim_v);
+  R *sum = arena.take<R>(most), *row = arena.take<R>(most);
+  const R* sums = reinterpret_cast<const R*>(call.chunk_sums) +
+                  (keys.b * p.heads_k + keys.kv_head) * call.num_chunks * chunk_elements_of<R>(p);
+  const std::int64_t v_at = round_up(p.longest_k, kMostTileKeys) * padded_dim<R>(p.dim);
+  for (std::int64_t key = keys.row_begin; key < keys.row_end; ++key) {
+    for (int side = 0; side < 2; ++side) {
+      const Rows& to = side == 0 ? call.t.dk : call.t.dv;
+      if (!to) continue;
+      const std::int64_t dim = side == 0 ? p.dim : p.dim_v, step = padded_dim<R>(dim);
+      for (std::int64_t d = 0; d < dim; ++d) sum[d] = R(0);
+      for (std::int64_t idx = 0; idx < call.num_chunks; ++idx) {
+        const std::int64_t i0 = idx * call.chunk;
+        const std::int64_t i1 = i0 + call.chunk < seq.used.q ? i0 + call.chunk : seq.used.q;
+        if (i0 >= i1) break;
+        const TileRange all = kv_range(p.variant, seq.used, i0, i1);
+        if (key < all.begin / call.tiles.keys * call.tiles.keys || key >= all.end) continue;
+        const R* from = sums + idx * chunk_elements_of<R>(p) + side * v_at + key * step;
+        for (std::int64_t d = 0; d < dim; ++d) sum[d] += from[d];
+      }
+      const R factor = side == 0 ? static_cast<R>(p.variant.scale) : R(1);
+      for (std::int64_t d = 0; d < dim; ++d) row[d] = sum[d] * factor;
+      store_row(to.at(keys.b, seq.k_begin + key, keys.kv_head), to.dtype, to.dim, row, dim);
+    }
+  }
+}
+
+}  // namespace onefold::cpu::ONEFOLD_ISA

@@ -1,0 +1,251 @@
+#include "cpu/cpu.h"
+
+#if defined(__linux__)
+#include <unistd.h>
+#endif
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "onefold/algebra/softmax.h"
+
+namespace onefold::cpu {
+namespace {
+
+struct InstructionSet {
+  const char* name;
+  const Kernels* kernels;  // null: not in this build
+};
+
+std::vector<InstructionSet> instruction_sets() {
+  std::vector<InstructionSet> sets;
+#if defined(__x86_64__)
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+  if (avx512 && avx2) sets.push_back({"avx512", avx512_kernels()});
+  if (avx2) sets.push_back({"avx2", avx2_kernels()});
+#endif
+  sets.push_back({"baseline", baseline_kernels()});
+  return sets;
+}
+
+InstructionSet choose_instruction_set() {
+  const char* forced = std::getenv("ONEFOLD_BACKEND");
+  const bool any = forced == nullptr || *forced == '\0' || std::strcmp(forced, "cpu") == 0;
+  std::string offered;
+  for (const InstructionSet& set : instruction_sets()) {
+    if (set.kernels == nullptr) continue;
+    if (any || std::strcmp(forced, set.name) == 0) return set;
+    offered += std::string(offered.empty() ? "" : ", ") + set.name;
+  }
+  invalid("ONEFOLD_BACKEND is ", forced, ": this build and processor offer ", offered);
+}
+
+// A failure is not remembered: a process may mend its environment and call again.
+const InstructionSet& chosen() {
+  static const InstructionSet set = choose_instruction_set();
+  return set;
+}
+
+std::int64_t l2_bytes() {
+  long bytes = 0;
+#if defined(__linux__) && defined(_SC_LEVEL2_CACHE_SIZE)
+  bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+  return bytes > 0 ? bytes : 512 * 1024;
+}
+
+template <class Function>
+void for_each(Executor& executor, std::int64_t count, Function&& function) {
+  if (count == 0) return;
+  if (count == 1) return function(0, 0);
+  executor.parallel_for(
+      count,
+      [](void* context, std::int64_t idx, int worker) {
+        (*static_cast<std::remove_reference_t<Function>*>(context))(idx, worker);
+      },
+      &function);
+}
+
+// Fills every row of a tensor that belongs to no used row, or simply every row.
+void clear_rows(const Problem& p, const Rows& rows, std::int64_t count, std::int64_t heads,
+                std::int64_t dim) {
+  if (!rows) return;
+  const std::int64_t batches = p.packed ? 1 : p.batch;
+  for (std::int64_t b = 0; b < batches; ++b) {
+    for (std::int64_t r = 0; r < count; ++r) {
+      for (std::int64_t h = 0; h < heads; ++h) {
+        std::byte* at = rows.at(b, r, h);
+        for (std::int64_t d = 0; d < dim; ++d) store_number(at, rows.dtype, d * rows.dim, 0.0);
+      }
+    }
+  }
+}
+
+void clear_grid(const Grid& g) {
+  for (std::int64_t b = 0; b < g.extent[0]; ++b) {
+    for (std::int64_t h = 0; h < g.extent[1]; ++h) {
+      for (std::int64_t i = 0; i < g.extent[2]; ++i) {
+        for (std::int64_t j = 0; j < g.extent[3]; ++j) {
+          store_number(g.data, g.dtype, g.offset(b, h, i, j), 0.0);
+        }
+      }
+    }
+  }
+}
+
+// dSlopes or dSinks from the items' sums, in the order (b, chunk), in double.
+void store_numbers(const Problem& p, const Numbers& to, const double* sums,
+                   std::int64_t num_chunks) {
+  const bool batched = to.batch != 0;
+  for (std::int64_t target = 0; target < (batched ? p.batch : 1); ++target) {
+    for (std::int64_t h = 0; h < p.heads_q; ++h) {
+      double sum = 0;
+      const std::int64_t end = batched ? target + 1 : p.batch;
+      for (std::int64_t b = batched ? target : 0; b < end; ++b) {
+        for (std::int64_t c = 0; c < num_chunks; ++c) {
+          const std::int64_t unit = (b * p.heads_k + h / p.group) * num_chunks + c;
+          sum += sums[unit * p.group + h % p.group];
+        }
+      }
+      to.store(target, h, 0, sum);
+    }
+  }
+}
+
+}  // namespace
+
+CpuFacts facts(int threads) {
+  const Kernels& k = *chosen().kernels;
+  return {chosen().name,     threads,           l2_bytes(),         k.lanes_float,
+          k.lanes_double,    k.forward_scratch, k.backward_scratch, k.chunk_bytes};
+}
+
+void run_forward(const Problem& p, const CpuWork& work, const Rows& out, const Numbers& lse,
+                 Executor& executor, std::byte* workspace) {
+  if (p.padded) {
+    clear_rows(p, out, p.rows_q, p.heads_q, p.dim_v);
+    for (std::int64_t b = 0; lse && b < (p.packed ? 1 : p.batch); ++b) {
+      for (std::int64_t h = 0; h < p.heads_q; ++h) {
+        for (std::int64_t r = 0; r < p.rows_q; ++r) lse.store(b, h, r, kEmpty<double>);
+      }
+    }
+  }
+  const Kernels& kernels = *chosen().kernels;
+  const ForwardCall call{&p, work.tiles, out, lse, work.items.data(), workspace,
+                         work.scratch_bytes};
+  for_each(executor, static_cast<std::int64_t>(work.items.size()),
+           [&](std::int64_t idx, int worker) { kernels.forward(call, idx, worker); });
+}
+
+void run_backward(const Problem& p, const CpuWork& work, const BackwardTensors& tensors,
+                  Executor& executor, std::byte* workspace) {
+  bool some_empty = p.padded;
+  for (const Sequence& s : p.sequences) some_empty |= s.used.q == 0 || s.used.k == 0;
+  if (some_empty) {
+    clear_rows(p, tensors.dq, p.rows_q, p.heads_q, p.dim);
+    clear_rows(p, tensors.dk, p.rows_k, p.heads_k, p.dim);
+    clear_rows(p, tensors.dv, p.rows_k, p.heads_k, p.dim_v);
+  }
+  if (tensors.dbias) clear_grid(tensors.dbias);
+
+  std::byte* numbers = workspace;
+  std::byte* chunk_sums = numbers + work.number_sums_bytes;
+  std::memset(numbers, 0, work.number_sums_bytes);
+  auto* slope_sums = reinterpret_cast<double*>(numbers);
+  auto* sink_sums = slope_sums + work.number_sums_bytes / sizeof(double) / 2;
+  BackwardCall call{};
+  call.problem = &p;
+  call.tiles = work.tiles;
+  call.t = tensors;
+  call.items = work.items.data();
+  call.scratch = chunk_sums + work.chunk_sums_bytes;
+  call.scratch_bytes = work.scratch_bytes;
+  call.wants = work.wants;
+  call.by_chunk = work.by_chunk;
+  call.chunk = work.chunk;
+  call.num_chunks = work.num_chunks;
+  call.chunk_sums = chunk_sums;
+  call.slope_sums = work.wants.dslopes ? slope_sums : nullptr;
+  call.sink_sums = work.wants.dsinks ? sink_sums : nullptr;
+
+  const Kernels& kernels = *chosen().kernels;
+  for_each(executor, static_cast<std::int64_t>(work.items.size()),
+           [&](std::int64_t idx, int worker) { kernels.backward(call, idx, worker); });
+  if (work.by_chunk && work.wants.dkv) {
+    const std::int64_t step = 256;
+    const std::int64_t blocks = (p.longest_k + step - 1) / step;
+    for_each(executor, p.batch * p.heads_k * blocks, [&](std::int64_t idx, int worker) {
+      const std::int64_t head = idx / blocks, begin = idx % blocks * step;
+      const std::int64_t b = head / p.heads_k;
+      const std::int64_t used = p.sequences[static_cast<std::size_t>(b)].used.k;
+      const Item keys{b, head % p.heads_k, begin, begin + step < used ? begin + step : used};
+      if (keys.row_begin < keys.row_end) kernels.reduce_chunks(call, keys, worker);
+    });
+  }
+  if (work.wants.dbias_broadcast) {
+    for_each(executor, kernels.bias_items(call),
+             [&](std::int64_t idx, int worker) { kernels.bias_gradient(call, idx, worker); });
+  }
+  if (tensors.dslopes) store_numbers(p, tensors.dslopes, slope_sums, work.num_chunks);
+  if (tensors.dsinks) store_numbers(p, tensors.dsinks, sink_sums, work.num_chunks);
+}
+
+// All parts at once against the largest lse, in double: the error does not grow with the number of
+// parts, and an empty part changes nothing.
+void merge_states(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tensor& lse,
+                  Executor& executor) {
+  const std::int64_t parts = outs.shape[0], rows = outs.shape[1], dim = outs.shape[2];
+  constexpr std::int64_t kBlock = 64;
+  const auto merge_row = [&](std::int64_t r) {
+    const auto part_lse = [&](std::int64_t n) {
+      return load_number(lses.data, lses.dtype, n * lses.stride[0] + r * lses.stride[1]) * kLog2E;
+    };
+    Softmax<double> state;
+    double top = kEmpty<double>;
+    for (std::int64_t n = 0; n < parts; ++n) top = Arith<double>::max(top, part_lse(n));
+    state.ref = top;
+    const double against = anchor(top);
+    for (std::int64_t n = 0; n < parts; ++n) state.sum += weight_from(part_lse(n), against);
+    for (std::int64_t d = 0; d < dim; ++d) {
+      double sum = 0;
+      for (std::int64_t n = 0; n < parts; ++n) {
+        const double share = part_lse(n);
+        if (share == kEmpty<double>) continue;
+        const std::int64_t at = n * outs.stride[0] + r * outs.stride[1] + d * outs.stride[2];
+        sum += weight_from(share, against) * load_number(outs.data, outs.dtype, at);
+      }
+      store_number(out.data, out.dtype, r * out.stride[0] + d * out.stride[1],
+                   state.sum == 0 ? 0.0 : sum / state.sum);
+    }
+    const double merged = onefold::lse(state);
+    store_number(lse.data, lse.dtype, r * lse.stride[0], merged * kLn2);
+  };
+  for_each(executor, (rows + kBlock - 1) / kBlock, [&](std::int64_t block, int) {
+    const std::int64_t end = std::min(rows, (block + 1) * kBlock);
+    for (std::int64_t r = block * kBlock; r < end; ++r) merge_row(r);
+  });
+}
+
+double fma_rate() {
+  using Clock = std::chrono::steady_clock;
+  const Kernels& kernels = *chosen().kernels;
+  double best = 0;
+  for (int round = 0; round < 5; ++round) {
+    const auto start = Clock::now();
+    const double operations = kernels.fma_probe(400000);
+    const std::chrono::duration<double> seconds = Clock::now() - start;
+    best = std::max(best, operations / seconds.count());
+  }
+  return best;
+}
+
+}  // namespace onefold::cpu

@@ -1,0 +1,29 @@
+// The CPU backend: chooses the instruction set, lays out the workspace, hands items to an executor.
+//
+// Invariant: results do not depend on the executor, on who runs an item, or on the workspace's
+// previous content. Includes core and the public headers.
+#pragma once
+
+#include <cstddef>
+
+#include "core/work.h"
+
+namespace onefold::cpu {
+
+// The instruction set in use (the widest there is, or ONEFOLD_BACKEND's), cache sizes, and the
+// kernels' own facts. `threads` is that of the executor of the call.
+CpuFacts facts(int threads);
+
+void run_forward(const Problem& problem, const CpuWork& work, const Rows& out, const Numbers& lse,
+                 Executor& executor, std::byte* workspace);
+void run_backward(const Problem& problem, const CpuWork& work, const BackwardTensors& tensors,
+                  Executor& executor, std::byte* workspace);
+
+// outs (N, R, D) and lses (N, R) into out (R, D) and lse (R); shapes have been checked.
+void merge_states(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tensor& lse,
+                  Executor& executor);
+
+// Peak fp32 multiply-add rate of one core now, in floating-point operations per second.
+double fma_rate();
+
+}  // namespace onefold::cpu

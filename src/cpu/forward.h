@@ -1,0 +1,343 @@
+// Forward, one work item: the rows of one (sequence, key/value head) against its keys.
+//
+//   for each stretch of keys that fits the cache: pack K and V once
+//     for each query tile that sees some of it:  for each key tile
+//       scores = K Qt            register tiles, into L1
+//       modify and hide          only where the variant or the border asks for it
+//       absorb                   raise the reference, scores -> weights, sum
+//       out = out * keep + V^T weights
+//   divide, store out and lse
+//
+// Invariant: a row's arithmetic depends on its own scores and on absolute key tiles alone, never on
+// its lane, its neighbours, the split into items or the thread. References are integers, so
+// rescaling is exact. Compiled once per instruction set; includes tile.h.
+#pragma once
+
+#include <cmath>
+
+#include "cpu/tile.h"
+
+namespace onefold::cpu::ONEFOLD_ISA {
+
+// Rows whose scores reach this (in base 2) are finished in double: only a bias gets there.
+inline constexpr double kExtremeLog2 = 1e36;
+
+template <class R>
+struct ForwardScratch {
+  R *k_panels, *v_panels, *row, *scores, *addend, *dropout;
+  int *poison_counts, *poison_keys;
+  R *qt, *out, *ref, *sum;  // per query tile of the item
+  LaneFacts<R> lanes;
+  std::int64_t qt_size, out_size;
+
+  ForwardScratch(Arena& arena, const Problem& p, const Tiles& t, std::int64_t tiles_per_item)
+      : lanes(arena, kLanes<R>) {
+    const std::int64_t key_tiles = t.super_keys / t.keys;
+    const std::int64_t panel_keys = round_up(t.keys, kPanel);
+    const std::int64_t padded_v = round_up(p.dim_v, kPanel);
+    qt_size = round_up(p.dim * kLanes<R>, 16);
+    out_size = padded_v * kLanes<R>;
+    k_panels = arena.take<R>(key_tiles * panel_keys * p.dim);
+    v_panels = arena.take<R>(key_tiles * t.keys * padded_v);
+    poison_counts = arena.take<int>(key_tiles);
+    poison_keys = arena.take<int>(t.super_keys);
+    row = arena.take<R>(round_up(p.dim > padded_v ? p.dim : padded_v, 64) + t.keys);
+    scores = arena.take<R>(panel_keys * kLanes<R>);
+    addend = arena.take<R>(p.bias || p.mask ? t.keys * kLanes<R> : 0);
+    dropout = arena.take<R>(p.variant.dropout() ? t.keys * kLanes<R> : 0);
+    qt = arena.take<R>(tiles_per_item * qt_size);
+    out = arena.take<R>(tiles_per_item * out_size);
+    ref = arena.take<R>(tiles_per_item * kLanes<R>);
+    sum = arena.take<R>(tiles_per_item * kLanes<R>);
+  }
+};
+
+template <class R>
+struct ForwardItem {
+  const ForwardCall& call;
+  const Problem& p;
+  ForwardScratch<R>& s;
+  HeadGroup heads;
+  Sequence seq;
+  const bool* only;  // per row of the item: store this one (null: all)
+
+  QueryTile tile(std::int64_t row_begin, std::int64_t row_end) const {
+    return query_tile<R>(heads, row_begin, row_end);
+  }
+
+  void load_queries(const QueryTile& tile, R* qt, R* out, R* ref, R* sum) {
+    const int width = tile.vectors * kWidth<R>;
+    const double factor = p.variant.scale * (p.variant.scale_only() ? kLog2E : 1.0);
+    set_lanes(p, tile, s.lanes);
+    for (int lane = 0; lane < width; ++lane) {
+      if (lane < tile.rows) {
+        load_row(s.row, p.q.at(heads.b, seq.q_begin + s.lanes.query[lane], s.lanes.head[lane]),
+                 p.q.dtype, p.q.dim, p.dim);
+        scatter_lane(s.row, p.dim, static_cast<R>(factor), width, qt + lane);
+      } else {
+        for (std::int64_t d = 0; d < p.dim; ++d) qt[d * width + lane] = R(0);
+      }
+      // An attention sink is one more key with value zero.
+      Softmax<R> start;
+      if (p.sinks) {
+        const R sink = static_cast<R>(p.sinks.load(heads.b, s.lanes.head[lane]) * kLog2E);
+        if (sink != kEmpty<R>) start = {std::ceil(sink), weight(sink, std::ceil(sink))};
+      }
+      ref[lane] = start.ref;
+      sum[lane] = start.sum;
+    }
+    for (std::int64_t x = 0; x < round_up(p.dim_v, kPanel) * width; ++x) out[x] = R(0);
+  }
+
+  void pack(std::int64_t key_begin, std::int64_t key_end) {
+    const Tiles& t = call.tiles;
+    const std::int64_t padded_v = round_up(p.dim_v, kPanel);
+    for (std::int64_t j = key_begin; j < key_end; j += t.keys) {
+      const std::int64_t idx = (j - key_begin) / t.keys;
+      const int count = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
+      pack_score_panel(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim, s.row,
+                       s.k_panels + idx * round_up(t.keys, kPanel) * p.dim);
+      PoisonList poison{0, s.poison_keys + idx * t.keys};
+      pack_value_panel(p.v, heads.b, seq.k_begin + j, heads.kv_head, count, t.keys, p.dim_v, s.row,
+                       s.v_panels + idx * t.keys * padded_v, poison);
+      s.poison_counts[idx] = poison.count;
+    }
+  }
+
+  // Turns scale * q.k into base-2 scores of the variant and hides what is hidden.
+  template <int N>
+  void modify(int num_keys, bool border, bool staged, std::int64_t key_begin) {
+    constexpr int kRow = N * kWidth<R>;
+    const bool natural = !p.variant.scale_only();
+    for (int n = 0; n < N; ++n) {
+      const IntVec<R> first = load(s.lanes.first_key + n * kWidth<R>);
+      const IntVec<R> last = load(s.lanes.last_key + n * kWidth<R>);
+      At<Vec<R>> at{};
+      if (p.variant.has_slopes) at.slope = load(s.lanes.slope + n * kWidth<R>);
+      for (int key = 0; key < num_keys; ++key) {
+        R* where = s.scores + key * kRow + n * kWidth<R>;
+        Vec<R> x = load(where);
+        if (staged) at.bias = load(s.addend + key * kRow + n * kWidth<R>);
+        if (natural) {
+          if (p.variant.has_slopes) {
+            at.distance = VectorArith<R>::abs(load(s.lanes.position + n * kWidth<R>) -
+                                              splat<R>(static_cast<R>(key_begin + key)));
+          }
+          x = to_base_2<R>(score(p.variant, x, at));
+        }
+        if (staged) x = at.bias == splat<R>(kEmpty<R>) ? splat<R>(kEmpty<R>) : x;
+        if (border) {
+          const IntVec<R> j = splat<Int<R>>(key);
+          x = (j >= first) & (j < last) ? x : splat<R>(kEmpty<R>);
+        }
+        store(where, x);
+      }
+    }
+  }
+
+  // Scores become weights against the raised reference; returns what the old sum was scaled by.
+  template <int N>
+  void absorb_tile(int num_keys, R* ref, R* sum, Vec<R> (&keep)[N]) {
+    constexpr int kRow = N * kWidth<R>;
+    for (int n = 0; n < N; ++n) {
+      R* column = s.scores + n * kWidth<R>;
+      Vec<R> top = splat<R>(kEmpty<R>);
+      for (int key = 0; key < num_keys; ++key) top = max(top, load(column + key * kRow));
+      Softmax<Vec<R>> state{load(ref + n * kWidth<R>), load(sum + n * kWidth<R>)};
+      keep[n] = raise<IntegerGauge>(state, top);
+      const Vec<R> against = anchor(state.ref);
+      Vec<R> total{}, other{};
+      int key = 0;
+      for (; key + 2 <= num_keys; key += 2) {
+        R* at = column + key * kRow;
+        const Vec<R> x = weight_from(load(at), against);
+        const Vec<R> y = weight_from(load(at + kRow), against);
+        store(at, x);
+        store(at + kRow, y);
+        total += x;
+        other += y;
+      }
+      if (key < num_keys) {
+        const Vec<R> x = weight_from(load(column + key * kRow), against);
+        store(column + key * kRow, x);
+        total += x;
+      }
+      store(ref + n * kWidth<R>, state.ref);
+      store(sum + n * kWidth<R>, state.sum + (total + other));
+    }
+  }
+
+  // Values that are not finite reach the rows that see their key, and no other.
+  void add_poisoned(const QueryTile& tile, std::int64_t key_begin, const PoisonList& poison,
+                    const R* addend, R* out) {
+    const int width = tile.vectors * kWidth<R>;
+    for (int idx = 0; idx < poison.count; ++idx) {
+      const int key = poison.keys[idx];
+      load_row(s.row, p.v.at(heads.b, seq.k_begin + key_begin + key, heads.kv_head), p.v.dtype, p.v.dim,
+               p.dim_v);
+      for (int lane = 0; lane < tile.rows; ++lane) {
+        if (!lane_sees(s.lanes, addend, width, lane, key)) continue;
+        const R weight = s.scores[key * width + lane];
+        for (std::int64_t d = 0; d < p.dim_v; ++d) out[d * width + lane] += weight * s.row[d];
+      }
+    }
+  }
+
+  template <int N>
+  void attend(const QueryTile& tile, std::int64_t key_begin, int num_keys, std::int64_t panel,
+              const R* qt, R* out, R* ref, R* sum) {
+    const Tiles& t = call.tiles;
+    const std::int64_t key_end = key_begin + num_keys;
+    const TileClass band = tile_class(p.variant, seq.used, tile.query_begin(), tile.query_end(), key_begin, key_end);
+    if (band == TileClass::kEmpty) return;
+    const bool staged = p.bias || p.mask;
+    TileClass options = TileClass::kFull;
+    if (staged) {
+      options = stage_addend(p, tile, key_begin, num_keys, s.lanes, s.row, s.addend);
+      if (options == TileClass::kEmpty) return;
+    }
+    const PoisonList poison{s.poison_counts[panel], s.poison_keys + panel * t.keys};
+    const bool border = band == TileClass::kPartial;
+    if (border || poison.count > 0) set_intervals(p, tile, key_begin, num_keys, s.lanes);
+
+    score_product<R, N>(s.k_panels + panel * round_up(t.keys, kPanel) * p.dim, qt, p.dim, num_keys,
+                        s.scores);
+    const bool add = p.variant.has_bias || options == TileClass::kPartial;
+    if (border || add || !p.variant.scale_only()) modify<N>(num_keys, border, add, key_begin);
+    Vec<R> keep[N];
+    absorb_tile<N>(num_keys, ref, sum, keep);
+    if (p.variant.dropout()) {
+      draw_dropout(p, tile, key_begin, num_keys, s.lanes, s.dropout);
+      for (int x = 0; x < num_keys * N * kWidth<R>; ++x) s.scores[x] *= s.dropout[x];
+    }
+    value_product<R, N>(s.v_panels + panel * t.keys * round_up(p.dim_v, kPanel), t.keys, s.scores,
+                        p.dim_v, num_keys, keep, out);
+    if (poison.count > 0) {
+      add_poisoned(tile, key_begin, poison, add ? s.addend : nullptr, out);
+    }
+  }
+
+  void attend_any(const QueryTile& tile, std::int64_t key_begin, int num_keys, std::int64_t panel,
+                  const R* qt, R* out, R* ref, R* sum) {
+    if constexpr (kTileVectors == 3) {
+      if (tile.vectors == 3) {
+        return attend<3>(tile, key_begin, num_keys, panel, qt, out, ref, sum);
+      }
+    }
+    if (tile.vectors == 2) {
+      return attend<2>(tile, key_begin, num_keys, panel, qt, out, ref, sum);
+    }
+    attend<1>(tile, key_begin, num_keys, panel, qt, out, ref, sum);
+  }
+
+  // Divides and stores; tells whether some row must be done again in double.
+  bool finish(const QueryTile& tile, std::int64_t item_begin, const R* out, const R* ref,
+              const R* sum) {
+    const int width = tile.vectors * kWidth<R>;
+    const R kept = static_cast<R>(p.variant.dropout() ? keep_scale(p.variant) : 1.0);
+    bool extreme = false;
+    set_lanes(p, tile, s.lanes);
+    for (int lane = 0; lane < tile.rows; ++lane) {
+      if (only && !only[tile.row_begin + lane - item_begin]) continue;
+      const std::int64_t h = s.lanes.head[lane], i = s.lanes.query[lane];
+      const bool empty = sum[lane] == R(0);
+      for (std::int64_t d = 0; d < p.dim_v; ++d) {
+        const R o = out[d * width + lane];
+        s.row[d] = empty ? R(0) : p.variant.dropout() ? o * kept / sum[lane] : o / sum[lane];
+      }
+      store_row(call.out.at(heads.b, seq.q_begin + i, h), call.out.dtype, call.out.dim, s.row, p.dim_v);
+      if (call.lse) {
+        const double log2_sum = static_cast<double>(ref[lane]) + std::log2(double{sum[lane]});
+        call.lse.store(heads.b, h, seq.q_begin + i, empty ? kEmpty<double> : log2_sum * kLn2);
+      }
+      extreme |= is_extreme(ref[lane]);
+    }
+    return extreme;
+  }
+  bool is_extreme(R ref) const {
+    return sizeof(R) == 4 && p.bias && std::fabs(ref) > R(kExtremeLog2) && std::isfinite(ref);
+  }
+
+  // True when some row is extreme.
+  bool run(std::int64_t row_begin, std::int64_t row_end) {
+    const Tiles& t = call.tiles;
+    const std::int64_t num_tiles = (row_end - row_begin + kLanes<R> - 1) / kLanes<R>;
+    for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
+      load_queries(tile(row_begin + idx * kLanes<R>, row_end), s.qt + idx * s.qt_size,
+                   s.out + idx * s.out_size, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
+    }
+    const TileRange all = kv_range(p.variant, seq.used, row_begin / heads.group,
+                                   (row_end - 1) / heads.group + 1);
+    const std::int64_t first = all.begin / t.keys * t.keys;
+    for (std::int64_t super = first; super < all.end; super += t.super_keys) {
+      const std::int64_t super_end =
+          super + t.super_keys < seq.used.k ? super + t.super_keys : seq.used.k;
+      const std::int64_t pack_end = super_end < all.end ? super_end : round_up(all.end, t.keys);
+      const std::int64_t key_end = pack_end < super_end ? pack_end : super_end;
+      pack(super, key_end);
+      for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
+        const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
+        set_lanes(p, q, s.lanes);
+        for (std::int64_t j = super; j < key_end; j += t.keys) {
+          const int count = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
+          attend_any(q, j, count, (j - super) / t.keys, s.qt + idx * s.qt_size,
+                     s.out + idx * s.out_size, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
+        }
+      }
+    }
+    bool extreme = false;
+    for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
+      extreme |= finish(tile(row_begin + idx * kLanes<R>, row_end), row_begin,
+                        s.out + idx * s.out_size, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
+    }
+    return extreme;
+  }
+};
+
+// The rows of an item whose scores left the range of float, done again in double.
+static void redo_extreme_rows(const ForwardCall& call, const Item& item,
+                              const ForwardScratch<float>& done, Arena& arena) {
+  const Problem& p = *call.problem;
+  ForwardScratch<double> scratch(arena, p, call.tiles, 1);
+  const Sequence& seq = p.sequences[static_cast<std::size_t>(item.b)];
+  for (std::int64_t r = item.row_begin; r < item.row_end; r += kLanes<double>) {
+    const std::int64_t end = r + kLanes<double> < item.row_end ? r + kLanes<double> : item.row_end;
+    bool only[kLanes<double>], any = false;
+    for (std::int64_t lane = 0; lane < end - r; ++lane) {
+      const float ref = done.ref[r + lane - item.row_begin];
+      only[lane] = std::fabs(ref) > float(kExtremeLog2) && std::isfinite(ref);
+      any |= only[lane];
+    }
+    if (!any) continue;
+    ForwardItem<double> again{call, p, scratch, head_group(p, item.b, item.kv_head), seq, only};
+    again.run(r, end);
+  }
+}
+
+template <class R>
+void forward_item(const ForwardCall& call, std::int64_t index, int worker) {
+  const Problem& p = *call.problem;
+  const Item& item = call.items[index];
+  Arena arena(call.scratch + static_cast<std::size_t>(worker) * call.scratch_bytes);
+  const std::int64_t tiles = (item.row_end - item.row_begin + kLanes<R> - 1) / kLanes<R>;
+  ForwardScratch<R> scratch(arena, p, call.tiles, tiles);
+  ForwardItem<R> work{call, p, scratch, head_group(p, item.b, item.kv_head),
+                      p.sequences[static_cast<std::size_t>(item.b)], nullptr};
+  const bool extreme = work.run(item.row_begin, item.row_end);
+  if constexpr (sizeof(R) == 4) {
+    if (extreme) redo_extreme_rows(call, item, scratch, arena);
+  }
+}
+
+inline std::size_t forward_scratch_of(const Problem& p, const Tiles& t, std::int64_t tiles) {
+  Arena arena(nullptr);
+  if (p.dtype == DType::kFloat64) {
+    ForwardScratch<double>(arena, p, t, tiles);
+  } else {
+    ForwardScratch<float>(arena, p, t, tiles);
+    if (p.bias) ForwardScratch<double>(arena, p, t, 1);
+  }
+  return arena.used();
+}
+
+}  // namespace onefold::cpu::ONEFOLD_ISA

@@ -1,0 +1,218 @@
+#include "cpu/thread_pool.h"
+
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <cstdio>
+#include <exception>
+#include <fstream>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace onefold::cpu {
+namespace {
+
+constexpr auto kSpin = std::chrono::microseconds(20);
+
+// The CPU quota of the control group this process runs in, or 0 for none.
+int quota_processors() {
+  std::ifstream v2("/sys/fs/cgroup/cpu.max");
+  std::string quota;
+  double period = 0;
+  if (v2 >> quota >> period && quota != "max" && period > 0) {
+    return static_cast<int>(std::ceil(std::atof(quota.c_str()) / period));
+  }
+  std::ifstream v1_quota("/sys/fs/cgroup/cpu/cpu.cfs_quota_us");
+  std::ifstream v1_period("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
+  double microseconds = 0;
+  if (v1_quota >> microseconds && v1_period >> period && microseconds > 0 && period > 0) {
+    return static_cast<int>(std::ceil(microseconds / period));
+  }
+  return 0;
+}
+
+// One call of parallel_for, shared by the threads that help with it.
+struct Job {
+  std::int64_t count = 0;
+  Executor::Body body = nullptr;
+  void* context = nullptr;
+  std::atomic<std::int64_t> next{0};
+  std::atomic<int> helpers{0};  // threads inside work()
+  std::mutex error_mutex;
+  std::exception_ptr error;
+
+  void work(int worker) {
+    for (std::int64_t idx = next.fetch_add(1); idx < count; idx = next.fetch_add(1)) {
+      try {
+        body(context, idx, worker);
+      } catch (...) {
+        const std::lock_guard<std::mutex> lock(error_mutex);
+        if (!error) error = std::current_exception();
+        next = count;
+      }
+    }
+  }
+};
+
+class ThreadPool final : public Executor {
+ public:
+  explicit ThreadPool(int threads) : threads_(threads) {}
+  ~ThreadPool() override { stop(); }
+
+  int concurrency() const override { return threads_; }
+
+  void parallel_for(std::int64_t count, Body body, void* context) override {
+    // One call owns the workers at a time; whoever finds them taken works alone, which is also
+    // what a nested call does.
+    std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
+    if (threads_ <= 1 || count <= 1 || !owner.owns_lock()) {
+      for (std::int64_t idx = 0; idx < count; ++idx) body(context, idx, 0);
+      return;
+    }
+    start();
+    Job job;
+    job.count = count;
+    job.body = body;
+    job.context = context;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      job_ = &job;
+      generation_.fetch_add(1);
+    }
+    wake_.notify_all();
+    job.work(0);
+    {
+      // No helper may enter any more; wait for those inside.
+      std::unique_lock<std::mutex> lock(mutex_);
+      job_ = nullptr;
+      done_.wait(lock, [&job] { return job.helpers.load() == 0; });
+    }
+    if (job.error) std::rethrow_exception(job.error);
+  }
+
+ private:
+  void start() {
+    if (!workers_.empty()) return;
+    stopping_ = false;
+    for (int worker = 1; worker < threads_; ++worker) {
+      workers_.emplace_back([this, worker] { serve(worker); });
+    }
+  }
+
+  void stop() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+      generation_.fetch_add(1);
+    }
+    wake_.notify_all();
+    for (std::thread& thread : workers_) thread.join();
+    workers_.clear();
+  }
+
+  void serve(int worker) {
+    std::uint64_t seen = 0;
+    while (true) {
+      const auto spin_until = std::chrono::steady_clock::now() + kSpin;
+      while (generation_.load() == seen && std::chrono::steady_clock::now() < spin_until) {
+      }
+      Job* job = nullptr;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        wake_.wait(lock, [&] { return generation_.load() != seen; });
+        seen = generation_.load();
+        if (stopping_) return;
+        job = job_;
+        if (job == nullptr) continue;
+        job->helpers.fetch_add(1);
+      }
+      job->work(worker);
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        job->helpers.fetch_sub(1);
+      }
+      done_.notify_all();
+    }
+  }
+
+  const int threads_;
+  std::vector<std::thread> workers_;
+  std::mutex owner_, mutex_;
+  std::condition_variable wake_, done_;
+  std::atomic<std::uint64_t> generation_{0};
+  Job* job_ = nullptr;
+  bool stopping_ = false;
+};
+
+// The pool in use. Replaced, never resized, so that a running call keeps the one it started with.
+struct Current {
+  std::mutex mutex;
+  int wanted = 0;
+  std::shared_ptr<ThreadPool> pool;
+};
+
+Current*& current_slot() {
+  // Never destroyed: a detached thread or an atexit handler may still attend.
+  static Current* slot = new Current;
+  return slot;
+}
+
+// Threads do not survive fork; the child starts with a pool of its own and forgets the parent's.
+void forget_in_child() {
+#if defined(__linux__)
+  static const int registered =
+      pthread_atfork(nullptr, nullptr, [] {
+        const int wanted = current_slot()->wanted;
+        current_slot() = new Current;
+        current_slot()->wanted = wanted;
+      });
+  (void)registered;
+#endif
+}
+
+std::shared_ptr<ThreadPool> current_pool() {
+  forget_in_child();
+  Current& current = *current_slot();
+  const std::lock_guard<std::mutex> lock(current.mutex);
+  if (!current.pool) {
+    const int threads = current.wanted > 0 ? current.wanted : available_processors();
+    current.pool = std::make_shared<ThreadPool>(threads);
+  }
+  return current.pool;
+}
+
+}  // namespace
+
+int available_processors() {
+  int count = static_cast<int>(std::thread::hardware_concurrency());
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) count = CPU_COUNT(&set);
+#endif
+  if (const int quota = quota_processors(); quota > 0) count = std::min(count, quota);
+  return std::max(count, 1);
+}
+
+std::shared_ptr<Executor> default_pool() { return current_pool(); }
+
+void set_pool_threads(int count) {
+  Current& current = *current_slot();
+  std::shared_ptr<ThreadPool> old;  // joined outside the lock
+  const std::lock_guard<std::mutex> lock(current.mutex);
+  current.wanted = count;
+  old.swap(current.pool);
+}
+
+int pool_threads() { return current_pool()->concurrency(); }
+
+}  // namespace onefold::cpu

@@ -1,0 +1,26 @@
+// onefold's own threads: an Executor over std::thread with one atomic counter as its queue.
+//
+// Invariant: parallel_for returns when every index is done; the caller works too. Indices are taken
+// in ascending order, so the longest item should come first. Threads are started on first use, spin
+// for a short while after a call and then sleep. A call from inside a worker, or while another
+// thread is using the pool, runs on the calling thread. Includes the public headers.
+#pragma once
+
+#include <memory>
+
+#include "onefold/attention.h"
+
+namespace onefold::cpu {
+
+// Processors this process may use: its affinity mask, capped by a container's CPU quota.
+int available_processors();
+
+// The pool that serves calls without an executor of their own. A call holds on to the one it
+// started with: set_pool_threads replaces the pool and never resizes it.
+std::shared_ptr<Executor> default_pool();
+
+// Threads of the default pool, the caller included; 0 means available_processors().
+void set_pool_threads(int count);
+int pool_threads();
+
+}  // namespace onefold::cpu

@@ -1,0 +1,348 @@
+// The pieces that forward and backward share: scratch, packing, the register-tile product, and the
+// facts of one query tile.
+//
+// Layouts. A vector holds one element of kWidth rows. "Transposed" query data is [d][lane]; K and V
+// panels interleave kPanel rows so that one register tile reads them front to back:
+//   score panel [key / kPanel][d][kPanel]     value panel [d / kPanel][key][kPanel]
+// Compiled once per instruction set; includes simd.h and kernels.h.
+#pragma once
+
+#include "cpu/kernels.h"
+#include "cpu/simd.h"
+
+namespace onefold::cpu::ONEFOLD_ISA {
+
+// The register tile: kPanel x kTileVectors accumulators, their operands, and a few to spare. 8 x 3
+// and 6 x 2 run at the multiply-add peak with 32 and 16 registers.
+#if defined(__AVX512F__)
+inline constexpr int kPanel = 8, kTileVectors = 3, kOuterRows = 4, kOuterVectors = 4;
+#else
+inline constexpr int kPanel = 6, kTileVectors = 2, kOuterRows = 4, kOuterVectors = 2;
+#endif
+
+template <class R>
+inline constexpr int kLanes = kTileVectors * kWidth<R>;
+
+static inline std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+// Hands out 64-byte aligned pieces of one block; with no block it only counts.
+template <class Isa>
+class BasicArena {
+ public:
+  explicit BasicArena(std::byte* base) : base_(base) {}
+  template <class T>
+  T* take(std::int64_t count) {
+    T* p = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
+    used_ += static_cast<std::size_t>(round_up(count * std::int64_t{sizeof(T)}, 64));
+    return p;
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  std::byte* base_;
+  std::size_t used_ = 0;
+};
+using Arena = BasicArena<Vec<float>>;  // a type of this instruction set
+
+// acc[m][n] = sum_k a[m * a_row + k * a_step] * b[k * b_step + n * kWidth], handed to `finish`.
+template <class R, int M, int N, class Finish>
+inline void product(const R* a, std::int64_t a_row, std::int64_t a_step, const R* b,
+                    std::int64_t b_step, std::int64_t depth, Finish&& finish) {
+  Vec<R> acc[M][N];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) acc[m][n] = Vec<R>{};
+  }
+  for (std::int64_t k = 0; k < depth; ++k) {
+    Vec<R> row[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) {
+      row[n] = load(b + n * kWidth<R>);
+      pin(row[n]);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      const Vec<R> x = splat(a[m * a_row]);
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) acc[m][n] = fma(x, row[n], acc[m][n]);
+    }
+    a += a_step;
+    b += b_step;
+  }
+  finish(acc);
+}
+
+// scores[key][lane] = sum_d K[key][d] * Qt[d][lane] for num_keys keys of a score panel.
+template <class R, int N>
+inline void score_product(const R* panel, const R* qt, std::int64_t dim, int num_keys, R* scores) {
+  constexpr int kRow = N * kWidth<R>;
+  for (int first = 0; first < num_keys; first += kPanel) {
+    const int valid = num_keys - first < kPanel ? num_keys - first : kPanel;
+    R* to = scores + first * kRow;
+    product<R, kPanel, N>(panel + first * dim, 1, kPanel, qt, kRow, dim, [&](auto& acc) {
+#pragma GCC unroll 16
+      for (int m = 0; m < kPanel; ++m) {
+        if (m >= valid) break;
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) store(to + m * kRow + n * kWidth<R>, acc[m][n]);
+      }
+    });
+  }
+}
+
+// sum[d][lane] = sum[d][lane] * keep[lane] + sum_key V[key][d] * weights[key][lane]. The tile's own
+// sum starts at zero and is added once: blocked summation at no cost. Rows of `sum` are padded to
+// kPanel.
+template <class R, int N>
+inline void value_product(const R* panel, int panel_keys, const R* weights, std::int64_t dim,
+                          int num_keys, const Vec<R>* keep, R* sum) {
+  constexpr int kRow = N * kWidth<R>;
+  for (std::int64_t first = 0; first < dim; first += kPanel) {
+    R* to = sum + first * kRow;
+    product<R, kPanel, N>(
+        panel + first * panel_keys, 1, kPanel, weights, kRow, num_keys, [&](auto& acc) {
+#pragma GCC unroll 16
+          for (int m = 0; m < kPanel; ++m) {
+#pragma GCC unroll 16
+            for (int n = 0; n < N; ++n) {
+              R* at = to + m * kRow + n * kWidth<R>;
+              store(at, fma(load(at), keep[n], acc[m][n]));
+            }
+          }
+        });
+  }
+}
+
+// sum[key][d] += sum_lane weights[key][lane] * rows[lane][d], d padded to vectors, keys to
+// kOuterRows (rows of `weights` and `sum` beyond num_keys exist).
+template <class R, int M, int N>
+inline void outer_block(const R* weights, int lanes, const R* rows, std::int64_t row_step, R* sum) {
+  product<R, M, N>(weights, lanes, 1, rows, row_step, lanes, [&](auto& acc) {
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) {
+        R* at = sum + m * row_step + n * kWidth<R>;
+        store(at, load(at) + acc[m][n]);
+      }
+    }
+  });
+}
+template <class R>
+inline void outer_product(const R* weights, int lanes, const R* rows, std::int64_t row_step,
+                          int num_keys, R* sum) {
+  constexpr int kStep = kOuterVectors * kWidth<R>;
+  for (int key = 0; key < num_keys; key += kOuterRows) {
+    const R* w = weights + key * lanes;
+    R* to = sum + key * row_step;
+    std::int64_t d = 0;
+    for (; d + kStep <= row_step; d += kStep) {
+      outer_block<R, kOuterRows, kOuterVectors>(w, lanes, rows + d, row_step, to + d);
+    }
+    for (; d < row_step; d += kWidth<R>) {
+      outer_block<R, kOuterRows, 1>(w, lanes, rows + d, row_step, to + d);
+    }
+  }
+}
+
+template <class R>
+inline bool all_finite(const R* row, std::int64_t count) {
+  R sum = 0;
+  for (std::int64_t d = 0; d < count; ++d) sum += row[d] * R(0);
+  return sum == R(0);
+}
+
+// Keys [begin, begin + count) of one key tile, packed. A key whose row is not finite is left out of
+// the value panel and listed: the matrix product would carry 0 * NaN to rows that do not see it.
+struct PoisonList {
+  int count;
+  int* keys;
+};
+
+template <class R>
+inline void pack_score_panel(const Rows& from, std::int64_t b, std::int64_t first_row,
+                             std::int64_t head, int count, std::int64_t dim, R* row, R* panel) {
+  for (int key = 0; key < round_up(count, kPanel); ++key) {
+    R* to = panel + (key / kPanel) * kPanel * dim + key % kPanel;
+    if (key < count) {
+      load_row(row, from.at(b, first_row + key, head), from.dtype, from.dim, dim);
+      for (std::int64_t d = 0; d < dim; ++d) to[d * kPanel] = row[d];
+    } else {
+      for (std::int64_t d = 0; d < dim; ++d) to[d * kPanel] = R(0);
+    }
+  }
+}
+
+template <class R>
+inline void pack_value_panel(const Rows& from, std::int64_t b, std::int64_t first_row,
+                             std::int64_t head, int count, int panel_keys, std::int64_t dim, R* row,
+                             R* panel, PoisonList& poison) {
+  const std::int64_t padded = round_up(dim, kPanel);
+  for (std::int64_t d = dim; d < padded; ++d) row[d] = R(0);
+  poison.count = 0;
+  for (int key = 0; key < count; ++key) {
+    load_row(row, from.at(b, first_row + key, head), from.dtype, from.dim, dim);
+    const bool finite = all_finite(row, dim);
+    if (!finite) poison.keys[poison.count++] = key;
+    R* to = panel + key * kPanel;
+    for (std::int64_t d = 0; d < padded; d += kPanel, to += panel_keys * kPanel) {
+      for (int m = 0; m < kPanel; ++m) to[m] = finite ? row[d + m] : R(0);
+    }
+  }
+}
+
+// transposed[d][lane] = row[d] * factor for one lane.
+template <class R>
+inline void scatter_lane(const R* row, std::int64_t dim, R factor, int lanes, R* transposed) {
+  for (std::int64_t d = 0; d < dim; ++d) transposed[d * lanes] = row[d] * factor;
+}
+
+// The rows of one query tile and which keys each may see.
+template <class R>
+struct LaneFacts {
+  std::int64_t* query;  // local query index per lane
+  std::int64_t* head;   // query head per lane
+  Int<R>*first_key, *last_key;  // [first, last) relative to the current key tile; lanes without a
+                                // row have an empty interval
+  R* slope;
+  R* position;  // query + Sk - Sq
+
+  LaneFacts(Arena& arena, int lanes)
+      : query(arena.take<std::int64_t>(lanes)),
+        head(arena.take<std::int64_t>(lanes)),
+        first_key(arena.take<Int<R>>(lanes)),
+        last_key(arena.take<Int<R>>(lanes)),
+        slope(arena.take<R>(lanes)),
+        position(arena.take<R>(lanes)) {}
+};
+
+// The rows that one item works on: row r is query r / group of head first_head + r % group, all
+// against one key/value head.
+struct HeadGroup {
+  std::int64_t b, kv_head, first_head, group;
+};
+static inline HeadGroup head_group(const Problem& p, std::int64_t b, std::int64_t kv_head) {
+  return {b, kv_head, kv_head * p.group, p.group};
+}
+
+// One query tile in flight: `rows` of them in `vectors` vectors.
+struct QueryTile {
+  HeadGroup heads;
+  std::int64_t row_begin;
+  int rows, vectors;
+
+  std::int64_t query_begin() const { return row_begin / heads.group; }
+  std::int64_t query_end() const { return (row_begin + rows - 1) / heads.group + 1; }
+};
+template <class R>
+inline QueryTile query_tile(const HeadGroup& heads, std::int64_t row_begin, std::int64_t row_end) {
+  const std::int64_t rows = row_end - row_begin < kLanes<R> ? row_end - row_begin : kLanes<R>;
+  return {heads, row_begin, static_cast<int>(rows),
+          static_cast<int>((rows + kWidth<R> - 1) / kWidth<R>)};
+}
+
+template <class R>
+inline void set_lanes(const Problem& p, const QueryTile& tile, LaneFacts<R>& lanes) {
+  const Lengths used = p.sequences[static_cast<std::size_t>(tile.heads.b)].used;
+  for (int lane = 0; lane < tile.vectors * kWidth<R>; ++lane) {
+    const bool live = lane < tile.rows;
+    const std::int64_t r = tile.row_begin + (live ? lane : 0);
+    lanes.query[lane] = r / tile.heads.group;
+    lanes.head[lane] = tile.heads.first_head + r % tile.heads.group;
+    if (p.variant.has_slopes) {
+      lanes.slope[lane] = static_cast<R>(p.slopes.load(tile.heads.b, lanes.head[lane]));
+      lanes.position[lane] = static_cast<R>(lanes.query[lane] + used.k - used.q);
+    }
+  }
+}
+
+// The interval of each lane inside key tile [key_begin, key_begin + num_keys).
+template <class R>
+inline void set_intervals(const Problem& p, const QueryTile& tile, std::int64_t key_begin,
+                          int num_keys, LaneFacts<R>& lanes) {
+  const Lengths used = p.sequences[static_cast<std::size_t>(tile.heads.b)].used;
+  for (int lane = 0; lane < tile.vectors * kWidth<R>; ++lane) {
+    const KeyInterval keys =
+        lane < tile.rows ? key_interval(p.variant, used, lanes.query[lane]) : KeyInterval{0, 0};
+    lanes.first_key[lane] = static_cast<Int<R>>(clamp(keys.begin - key_begin, 0, num_keys));
+    lanes.last_key[lane] = static_cast<Int<R>>(clamp(keys.end - key_begin, 0, num_keys));
+  }
+}
+
+// Loads the bias and mask of one (query tile, key tile) as addend[key][lane]; minus infinity hides.
+// Returns what the mask and the bias alone say of the tile.
+template <class R>
+inline TileClass stage_addend(const Problem& p, const QueryTile& tile, std::int64_t key_begin,
+                              int num_keys, const LaneFacts<R>& lanes, R* row, R* addend) {
+  const int width = tile.vectors * kWidth<R>;
+  int hidden = 0;
+  for (int lane = 0; lane < tile.rows; ++lane) {
+    const std::int64_t h = lanes.head[lane], i = lanes.query[lane];
+    if (p.bias) {
+      const std::int64_t at = p.bias.offset(tile.heads.b, h, i, key_begin);
+      load_row(row, static_cast<const std::byte*>(p.bias.data) + at * size_bytes(p.bias.dtype),
+               p.bias.dtype, p.bias.stride[3], num_keys);
+    } else {
+      for (int key = 0; key < num_keys; ++key) row[key] = R(0);
+    }
+    if (p.mask) {
+      const auto* mask = static_cast<const std::uint8_t*>(p.mask.data) +
+                         p.mask.offset(tile.heads.b, h, i, key_begin);
+      for (int key = 0; key < num_keys; ++key) {
+        if (mask[key * p.mask.stride[3]] == 0) row[key] = kEmpty<R>;
+      }
+    }
+    for (int key = 0; key < num_keys; ++key) {
+      hidden += row[key] == kEmpty<R>;
+      addend[key * width + lane] = row[key];
+    }
+  }
+  for (int lane = tile.rows; lane < width; ++lane) {
+    for (int key = 0; key < num_keys; ++key) addend[key * width + lane] = kEmpty<R>;
+  }
+  if (hidden == 0) return TileClass::kFull;
+  return hidden == tile.rows * num_keys ? TileClass::kEmpty : TileClass::kPartial;
+}
+
+template <class R>
+inline bool lane_sees(const LaneFacts<R>& lanes, const R* addend, int width, int lane, int key) {
+  return key >= lanes.first_key[lane] && key < lanes.last_key[lane] &&
+         (addend == nullptr || addend[key * width + lane] != kEmpty<R>);
+}
+
+// factors[key][lane] = 1 for a kept weight, 0 for a dropped one.
+template <class R>
+inline void draw_dropout(const Problem& p, const QueryTile& tile, std::int64_t key_begin,
+                         int num_keys, const LaneFacts<R>& lanes, R* factors) {
+  const int width = tile.vectors * kWidth<R>;
+  const u64 threshold = keep_threshold(p.variant);
+  const std::int64_t key_end = key_begin + num_keys;
+  for (std::int64_t pair = key_begin / 2; 2 * pair < key_end; ++pair) {
+    for (int lane = 0; lane < width; ++lane) {
+      const std::int64_t i = lanes.query[lane];
+      const Philox words = draw(p.variant, tile.heads.b, lanes.head[lane], i, 2 * pair);
+      for (int odd = 0; odd < 2; ++odd) {
+        const std::int64_t j = 2 * pair + odd;
+        if (j < key_begin || j >= key_end) continue;
+        factors[(j - key_begin) * width + lane] =
+            words.word[2 * (i % 2) + odd] >= threshold ? R(1) : R(0);
+      }
+    }
+  }
+}
+
+// A natural score in base 2. A finite one stays finite: next to the ends of the range, where the
+// product would overflow, it saturates, and rows that live there are done again in double.
+template <class R>
+inline Vec<R> to_base_2(Vec<R> z) {
+  constexpr R kMost = sizeof(R) == 4 ? R(3.4028234663852886e38) : R(1.7976931348623157e308);
+  const Vec<R> most = splat<R>(kMost);
+  const Vec<R> x = z * splat<R>(R(kLog2E));
+  const Vec<R> low = (z >= -most) & (x < -most) ? -most : x;
+  return (z <= most) & (low > most) ? most : low;
+}
+
+}  // namespace onefold::cpu::ONEFOLD_ISA

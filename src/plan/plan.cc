@@ -1,0 +1,140 @@
+#include "plan/plan.h"
+
+#include <algorithm>
+
+#include "onefold/error.h"
+
+namespace onefold {
+namespace {
+
+constexpr std::int64_t kMostTilesPerItem = 8;  // more would push the parked rows out of L2
+constexpr std::int64_t kItemsPerThread = 4;
+constexpr std::int64_t kLeastChunk = 512;  // queries: packing K and V costs under 2 % of it
+constexpr std::int64_t kMostChunks = 8;    // so that private sums never grow with Sq x Sk
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+Tiles choose_tiles(const Problem& p, const CpuFacts& facts) {
+  Tiles t;
+  const bool wide = p.dtype == DType::kFloat64;
+  t.rows = wide ? facts.lanes_double : facts.lanes_float;
+  const std::int64_t dim = std::max<std::int64_t>(p.dim, p.dim_v);
+  // Fixed for the whole machine class: it orders the additions. A tile of scores and one of queries
+  // share L1.
+  t.keys = dim <= 64 ? 128 : 64;
+  const std::int64_t key_bytes = std::max<std::int64_t>(1, (p.dim + p.dim_v) * (wide ? 8 : 4));
+  const std::int64_t fit = facts.l2_bytes / 2 / key_bytes / t.keys * t.keys;
+  const std::int64_t needed = ceil_div(std::max<std::int64_t>(p.longest_k, 1), t.keys) * t.keys;
+  t.super_keys = std::clamp<std::int64_t>(std::min(fit, needed), t.keys, 2048);
+  return t;
+}
+
+// Query-key pairs of an item inside its band: the measure for "longest first".
+std::int64_t cost(const Problem& p, const Item& item) {
+  const Sequence& s = p.sequences[static_cast<std::size_t>(item.b)];
+  const TileRange keys = kv_range(p.variant, s.used, item.row_begin / p.group,
+                                  (item.row_end - 1) / p.group + 1);
+  return (item.row_end - item.row_begin) * (keys.end - keys.begin);
+}
+
+}  // namespace
+
+CpuWork plan_forward(const Problem& p, const CpuFacts& facts) {
+  CpuWork w;
+  w.tiles = choose_tiles(p, facts);
+  std::int64_t tiles = 0;
+  for (const Sequence& s : p.sequences) {
+    tiles += ceil_div(s.used.q * p.group, w.tiles.rows) * p.heads_k;
+  }
+  w.tiles_per_item =
+      std::clamp<std::int64_t>(tiles / (facts.threads * kItemsPerThread), 1, kMostTilesPerItem);
+  const std::int64_t step = w.tiles_per_item * w.tiles.rows;
+  for (std::int64_t b = 0; b < p.batch; ++b) {
+    const std::int64_t rows = p.sequences[static_cast<std::size_t>(b)].used.q * p.group;
+    for (std::int64_t h = 0; h < p.heads_k; ++h) {
+      for (std::int64_t r = 0; r < rows; r += step) {
+        w.items.push_back({b, h, r, std::min(r + step, rows)});
+      }
+    }
+  }
+  if (facts.threads > 1 && (p.variant.banded() || p.sequences.size() > 1)) {
+    std::stable_sort(w.items.begin(), w.items.end(), [&p](const Item& x, const Item& y) {
+      return cost(p, x) > cost(p, y);
+    });
+  }
+  w.workers = w.items.size() > 1 ? facts.threads : 1;
+  w.scratch_bytes = facts.forward_scratch(p, w.tiles, w.tiles_per_item);
+  w.workspace_bytes = w.scratch_bytes * static_cast<std::size_t>(w.workers);
+  return w;
+}
+
+CpuWork plan_backward(const Problem& p, const BackwardWants& wants, const CpuFacts& facts) {
+  CpuWork w;
+  w.wants = wants;
+  w.tiles = choose_tiles(p, facts);
+  // Chunk borders depend on the longest query length alone, so a sum is the same however the work
+  // is handed out.
+  w.chunk = std::max(kLeastChunk, ceil_div(ceil_div(p.longest_q, kMostChunks), 64) * 64);
+  w.num_chunks = std::max<std::int64_t>(1, ceil_div(p.longest_q, w.chunk));
+  const std::int64_t heads = p.batch * p.heads_k;
+  w.by_chunk = facts.threads > 1 && w.num_chunks > 1 && heads < 2 * facts.threads;
+  if (wants.main_pass()) {
+    for (std::int64_t b = 0; b < p.batch; ++b) {
+      const std::int64_t rows = p.sequences[static_cast<std::size_t>(b)].used.q;
+      if (rows == 0) continue;
+      for (std::int64_t h = 0; h < p.heads_k; ++h) {
+        if (!w.by_chunk) w.items.push_back({b, h, 0, rows * p.group});
+        for (std::int64_t c = 0; w.by_chunk && c * w.chunk < rows; ++c) {
+          w.items.push_back({b, h, c, c + 1});
+        }
+      }
+    }
+  }
+  const std::size_t units = static_cast<std::size_t>(heads * w.num_chunks);
+  if (w.by_chunk && wants.dkv) w.chunk_sums_bytes = units * facts.chunk_bytes(p);
+  w.number_sums_bytes = 2 * units * static_cast<std::size_t>(p.group) * sizeof(double);
+  w.workers = facts.threads;
+  w.scratch_bytes = facts.backward_scratch(p, w.tiles, wants, w.by_chunk, w.num_chunks);
+  w.workspace_bytes = w.scratch_bytes * static_cast<std::size_t>(w.workers) + w.chunk_sums_bytes +
+                      w.number_sums_bytes;
+  return w;
+}
+
+std::string describe_kernel(const Problem& p, const CpuWork& w, const CpuFacts& facts) {
+  return concat("tiled ", facts.isa, ", ", w.tiles.rows, " rows x ", w.tiles.keys,
+                " keys per tile, ", w.tiles.super_keys, " keys packed at a time, ",
+                p.dtype == DType::kFloat64 ? "float64" : "float32", " inside");
+}
+
+std::string describe_reasons(const Problem& p, const CpuWork& w, const CpuFacts& facts) {
+  std::string text;
+  const auto line = [&text](const auto&... parts) { text += concat(parts..., "\n"); };
+  line("backend cpu: q is on the CPU");
+  line("instruction set ", facts.isa, ": the widest this processor offers, unless ONEFOLD_BACKEND",
+       " says otherwise");
+  line("key tile ", w.tiles.keys, ": fixed by head_dim ", p.dim, " and ", p.dim_v,
+       ", so that results do not depend on the machine's caches");
+  if (p.variant.banded()) {
+    line("causal or window: key tiles outside the band are skipped, border tiles are masked");
+  }
+  if (p.mask) line("mask: read in place, tiles that it hides entirely are skipped");
+  if (p.bias) line("bias: read in place, added to every tile");
+  if (p.variant.scale_only()) {
+    line("scores are only scaled: scale and log2(e) are folded into q");
+  } else {
+    line("scores are modified: scale, cap, bias and slopes are applied in natural units, so the",
+         " fused scale is not used");
+  }
+  for (const auto& [name, rows] : {std::pair{"q", p.q}, {"k", p.k}, {"v", p.v}}) {
+    if (rows.dim != 1) line("last stride of ", name, " is ", rows.dim, ": read element by element");
+  }
+  if (w.by_chunk) {
+    line("backward over ", w.num_chunks, " chunks of ", w.chunk,
+         " queries per head: heads alone are too few for ", facts.threads, " threads");
+  }
+  if (p.variant.dropout()) line("dropout: Philox4x32-10, drawn again in backward");
+  line("a value of v that is not finite reaches exactly the rows that see its key");
+  return text;
+}
+
+}  // namespace onefold
