@@ -16,9 +16,7 @@ set_source_files_properties(${onefold_sources} PROPERTIES COMPILE_OPTIONS ${onef
 set(onefold_isa_flags_baseline "")
 set(onefold_isa_flags_avx2 -mavx2 -mfma -mf16c)
 set(onefold_isa_flags_avx512 ${onefold_isa_flags_avx2}
-    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512
-    # GCC 12's own intrinsics start from a variable assigned to itself and then warn about it.
-    $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized> $<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized>)
+    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # g++ 12 takes the undefined operand inside its own intrinsics for a mistake of ours.
   list(APPEND onefold_isa_flags_avx512 -Wno-uninitialized -Wno-maybe-uninitialized)
