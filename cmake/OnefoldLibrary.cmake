@@ -40,10 +40,6 @@ foreach(file IN LISTS onefold_kernels)
   endif()
 endforeach()
 
-if(NOT onefold_sources)  # only headers so far
-  file(WRITE ${PROJECT_BINARY_DIR}/empty.cc "")
-  set(onefold_sources ${PROJECT_BINARY_DIR}/empty.cc)
-endif()
 add_library(onefold ${onefold_sources})
 add_library(onefold::onefold ALIAS onefold)
 onefold_flags(onefold)
