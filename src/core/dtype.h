@@ -11,17 +11,17 @@
 
 namespace onefold {
 
-inline float bfloat16_to_float(std::uint16_t bits) {
+static inline float bfloat16_to_float(std::uint16_t bits) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
 }
 
-inline std::uint16_t float_to_bfloat16(float x) {
+static inline std::uint16_t float_to_bfloat16(float x) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
   if (x != x) return static_cast<std::uint16_t>((bits >> 16) | 0x40u);  // keep it a quiet NaN
   return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-inline float float16_to_float(std::uint16_t bits) {
+static inline float float16_to_float(std::uint16_t bits) {
   const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
   const std::uint32_t rest = bits & 0x7fffu;
   if (rest >= 0x7c00u) return std::bit_cast<float>(sign | 0x7f800000u | ((rest & 0x3ffu) << 13));
@@ -31,7 +31,7 @@ inline float float16_to_float(std::uint16_t bits) {
   return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(magnitude));
 }
 
-inline std::uint16_t float_to_float16(float x) {
+static inline std::uint16_t float_to_float16(float x) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
   const std::uint32_t rest = bits & 0x7fffffffu;
@@ -45,7 +45,7 @@ inline std::uint16_t float_to_float16(float x) {
   return static_cast<std::uint16_t>(sign | (rounded >> 13));
 }
 
-inline double load_number(const void* data, DType dtype, std::int64_t index) {
+static inline double load_number(const void* data, DType dtype, std::int64_t index) {
   switch (dtype) {
     case DType::kFloat64:
       return static_cast<const double*>(data)[index];
@@ -65,13 +65,13 @@ inline double load_number(const void* data, DType dtype, std::int64_t index) {
   return 0;
 }
 
-inline std::int64_t load_integer(const void* data, DType dtype, std::int64_t index) {
+static inline std::int64_t load_integer(const void* data, DType dtype, std::int64_t index) {
   return dtype == DType::kInt32 ? static_cast<const std::int32_t*>(data)[index]
                                 : static_cast<const std::int64_t*>(data)[index];
 }
 
 // float64 keeps x; every other float dtype rounds it through float32, where the kernels compute.
-inline void store_number(void* data, DType dtype, std::int64_t index, double x) {
+static inline void store_number(void* data, DType dtype, std::int64_t index, double x) {
   switch (dtype) {
     case DType::kFloat64:
       static_cast<double*>(data)[index] = x;

@@ -44,13 +44,13 @@ struct KeyInterval {
   bool empty() const { return begin >= end; }
 };
 
-inline i64 clamp(i64 x, i64 low, i64 high) { return x < low ? low : x > high ? high : x; }
+static inline i64 clamp(i64 x, i64 low, i64 high) { return x < low ? low : x > high ? high : x; }
 
 // The key on query i's diagonal, possibly outside [0, k).
-inline i64 diagonal(const Variant& v, Lengths n, i64 i) { return v.top_left ? i : i + n.k - n.q; }
+static inline i64 diagonal(const Variant& v, Lengths n, i64 i) { return v.top_left ? i : i + n.k - n.q; }
 
 // The keys that causality, window and length leave to query i. Both ends are monotone in i.
-inline KeyInterval key_interval(const Variant& v, Lengths n, i64 i) {
+static inline KeyInterval key_interval(const Variant& v, Lengths n, i64 i) {
   if (v.band_begin > v.band_end) return {0, 0};
   const i64 d = diagonal(v, n, i);
   return {clamp(d + v.band_begin, 0, n.k), clamp(d + v.band_end + 1, 0, n.k)};
@@ -62,7 +62,7 @@ struct TileRange {
 };
 
 // The keys of rows [i0, i1), i0 < i1.
-inline TileRange kv_range(const Variant& v, Lengths n, i64 i0, i64 i1) {
+static inline TileRange kv_range(const Variant& v, Lengths n, i64 i0, i64 i1) {
   const KeyInterval first = key_interval(v, n, i0);
   const KeyInterval last = key_interval(v, n, i1 - 1);
   const i64 begin = first.begin;
@@ -73,7 +73,7 @@ inline TileRange kv_range(const Variant& v, Lengths n, i64 i0, i64 i1) {
 }
 
 // The transpose: the rows that see some, or all, of keys [j0, j1), j0 < j1.
-inline TileRange q_range(const Variant& v, Lengths n, i64 j0, i64 j1) {
+static inline TileRange q_range(const Variant& v, Lengths n, i64 j0, i64 j1) {
   if (v.band_begin > v.band_end) return {0, 0, 0, 0};
   const i64 shift = v.top_left ? 0 : n.k - n.q;
   const i64 begin = clamp(j0 - shift - v.band_end, 0, n.q);
@@ -87,7 +87,7 @@ inline TileRange q_range(const Variant& v, Lengths n, i64 j0, i64 j1) {
 enum class TileClass { kEmpty, kPartial, kFull };
 
 // What the band alone says of rows [i0, i1) against keys [j0, j1).
-inline TileClass tile_class(const Variant& v, Lengths n, i64 i0, i64 i1, i64 j0, i64 j1) {
+static inline TileClass tile_class(const Variant& v, Lengths n, i64 i0, i64 i1, i64 j0, i64 j1) {
   const TileRange range = kv_range(v, n, i0, i1);
   if (j1 <= range.begin || j0 >= range.end) return TileClass::kEmpty;
   if (j0 >= range.full_begin && j1 <= range.full_end) return TileClass::kFull;
@@ -152,7 +152,7 @@ struct Philox {
 };
 
 // Philox4x32-10: J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-inline Philox philox(u32 c0, u32 c1, u32 c2, u32 c3, u64 seed) {
+static inline Philox philox(u32 c0, u32 c1, u32 c2, u32 c3, u64 seed) {
   u32 k0 = static_cast<u32>(seed), k1 = static_cast<u32>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
     const u64 p0 = u64{0xD2511F53u} * c0, p1 = u64{0xCD9E8D57u} * c2;
@@ -168,20 +168,20 @@ inline Philox philox(u32 c0, u32 c1, u32 c2, u32 c3, u64 seed) {
 }
 
 // A weight is kept when its word is at least this; 2^32 keeps nothing.
-inline u64 keep_threshold(const Variant& v) {
+static inline u64 keep_threshold(const Variant& v) {
   return static_cast<u64>(v.dropout_p * 4294967296.0);
 }
 // 1 / (1 - p), and 0 when everything is dropped.
-inline double keep_scale(const Variant& v) {
+static inline double keep_scale(const Variant& v) {
   return v.dropout_p >= 1.0 ? 0.0 : 1.0 / (1.0 - v.dropout_p);
 }
 
 // Four neighbouring weights share one draw: the words of (i/2, j/2) are indexed by 2*(i%2) + j%2.
-inline Philox draw(const Variant& v, i64 b, i64 h, i64 i, i64 j) {
+static inline Philox draw(const Variant& v, i64 b, i64 h, i64 i, i64 j) {
   return philox(static_cast<u32>(i / 2), static_cast<u32>(j / 2), static_cast<u32>(h),
                 static_cast<u32>(b), v.seed);
 }
-inline bool keep(const Variant& v, i64 b, i64 h, i64 i, i64 j) {
+static inline bool keep(const Variant& v, i64 b, i64 h, i64 i, i64 j) {
   const Philox words = draw(v, b, h, i, j);
   return words.word[2 * (i % 2) + j % 2] >= keep_threshold(v);
 }
