@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._dispatch import front_end
-from ._options import Causal, Options, Window, arguments, refuse_mods
+from ._options import Causal, Options, Window, arguments, from_options, refuse_mods
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -136,7 +136,11 @@ def merge_states(outs: Any, lses: Any) -> tuple[Any, Any]:
         (out, lse) in the same layouts. Differentiable in both for torch tensors:
         out = sum_n exp(lse_n - lse) out_n,  lse = log sum_n exp(lse_n).
     """
-    first = outs[0] if isinstance(outs, (list, tuple)) and outs else outs
+    first = outs
+    if isinstance(outs, (list, tuple)):
+        if not outs:
+            raise ValueError("outs is empty: at least one part is needed")
+        first = outs[0]
     return front_end(first, "outs").merge_states(outs, lses)
 
 
@@ -188,7 +192,7 @@ def explain(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> Explanation:
     Returns:
         The plans of both directions.
     """
-    question = front_end(q).prepare(arguments(q, k, v, **options))
+    question = front_end(q).prepare(from_options("explain", q, k, v, options))
     explanation = Explanation(
         Plan("forward", *_core.plan(*question, False)),
         Plan("backward", *_core.plan(*question, True)),

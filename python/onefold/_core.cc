@@ -103,7 +103,7 @@ std::uint64_t read_seed(nb::handle object) {
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
     return seed;
   }
-  const Tensor t = tensor_from_python(object, "seed");
+  const Tensor t = tensor_from_python(object, {"seed", "int64"});
   if (t.dtype != DType::kInt64 || t.elements() != 1) {
     invalid("seed has ", t.elements(), " elements of ", name(t.dtype),
             ": an int, or one element of int64, is needed");
@@ -123,6 +123,12 @@ Causal read_causal(nb::handle object) {
           ": False, True, \"bottom_right\" or \"top_left\" is needed");
 }
 
+Expected output(const char* name) {
+  Expected expected{name};
+  expected.writable = true;
+  return expected;
+}
+
 void check_count(const nb::args& args, std::size_t more, const char* function) {
   const std::size_t want = kNumArguments + more;
   if (args.size() == want) return;
@@ -135,8 +141,8 @@ void check_count(const nb::args& args, std::size_t more, const char* function) {
 void call_forward(const nb::args& args) {
   check_count(args, 2, "forward");
   const Attention attention = read_attention(args, 0);
-  const Tensor out = tensor_from_python(args[kNumArguments], "out", true);
-  const std::optional<Tensor> lse = optional_tensor(args[kNumArguments + 1], "lse", true);
+  const Tensor out = tensor_from_python(args[kNumArguments], output("out"));
+  const std::optional<Tensor> lse = optional_tensor(args[kNumArguments + 1], output("lse"));
   nb::gil_scoped_release release;
   forward({}, attention, out, lse);
 }
@@ -144,19 +150,19 @@ void call_forward(const nb::args& args) {
 // dout, dlse, the arguments, out, lse, then the six gradients to write, None where not wanted.
 void call_backward(const nb::args& args) {
   check_count(args, 10, "backward");
-  const std::optional<Tensor> dout = optional_tensor(args[0], "dout");
-  const std::optional<Tensor> dlse = optional_tensor(args[1], "dlse");
+  const std::optional<Tensor> dout = optional_tensor(args[0], {"dout"});
+  const std::optional<Tensor> dlse = optional_tensor(args[1], {"dlse"});
   const Attention attention = read_attention(args, 2);
   std::size_t next = 2 + kNumArguments;
-  const Tensor out = tensor_from_python(args[next++], "out");
-  const Tensor lse = tensor_from_python(args[next++], "lse");
+  const Tensor out = tensor_from_python(args[next++], {"out"});
+  const Tensor lse = tensor_from_python(args[next++], {"lse"});
   Gradients gradients;
-  gradients.dq = optional_tensor(args[next++], "dq", true);
-  gradients.dk = optional_tensor(args[next++], "dk", true);
-  gradients.dv = optional_tensor(args[next++], "dv", true);
-  gradients.dbias = optional_tensor(args[next++], "dbias", true);
-  gradients.dslopes = optional_tensor(args[next++], "dslopes", true);
-  gradients.dsinks = optional_tensor(args[next++], "dsinks", true);
+  gradients.dq = optional_tensor(args[next++], output("dq"));
+  gradients.dk = optional_tensor(args[next++], output("dk"));
+  gradients.dv = optional_tensor(args[next++], output("dv"));
+  gradients.dbias = optional_tensor(args[next++], output("dbias"));
+  gradients.dslopes = optional_tensor(args[next++], output("dslopes"));
+  gradients.dsinks = optional_tensor(args[next++], output("dsinks"));
   nb::gil_scoped_release release;
   backward({}, attention, out, lse, dout, dlse, gradients);
 }
@@ -171,10 +177,10 @@ nb::tuple call_plan(const nb::args& args) {
 }
 
 void call_merge_states(nb::handle outs, nb::handle lses, nb::handle out, nb::handle lse) {
-  const Tensor parts = tensor_from_python(outs, "outs");
-  const Tensor part_lses = tensor_from_python(lses, "lses");
-  const Tensor merged = tensor_from_python(out, "out", true);
-  const Tensor merged_lse = tensor_from_python(lse, "lse", true);
+  const Tensor parts = tensor_from_python(outs, {"outs"});
+  const Tensor part_lses = tensor_from_python(lses, {"lses"});
+  const Tensor merged = tensor_from_python(out, output("out"));
+  const Tensor merged_lse = tensor_from_python(lse, output("lse"));
   nb::gil_scoped_release release;
   merge_states({}, parts, part_lses, merged, merged_lse);
 }
@@ -193,33 +199,36 @@ void translate_error(const std::exception_ptr& thrown, void*) {
 
 }  // namespace
 
-std::optional<Tensor> optional_tensor(nb::handle object, const char* name, bool writable) {
+std::optional<Tensor> optional_tensor(nb::handle object, const Expected& expected) {
   if (object.is_none()) return std::nullopt;
-  return tensor_from_python(object, name, writable);
+  return tensor_from_python(object, expected);
 }
 
 Attention read_attention(const nb::args& args, std::size_t first) {
   const auto at = [&args, first](Position position) -> nb::handle {
     return args[first + position];
   };
-  const auto optional = [&at](Position position) {
-    return optional_tensor(at(position), kArgumentNames[position]);
+  const auto floats = [&at](Position position) {
+    return optional_tensor(at(position), {kArgumentNames[position]});
+  };
+  const auto indices = [&at](Position position) {
+    return optional_tensor(at(position), {kArgumentNames[position], "int32 or int64"});
   };
   const auto integer = [&at](Position position) {
     return optional_integer(at(position), kArgumentNames[position]);
   };
   Attention a;
-  a.q = tensor_from_python(at(kQ), "q");
-  a.k = tensor_from_python(at(kK), "k");
-  a.v = tensor_from_python(at(kV), "v");
-  a.bias = optional(kBias);
-  a.mask = optional(kMask);
-  a.alibi_slopes = optional(kSlopes);
-  a.sinks = optional(kSinks);
-  a.cu_seqlens_q = optional(kCuQ);
-  a.cu_seqlens_k = optional(kCuK);
-  a.seqused_q = optional(kUsedQ);
-  a.seqused_k = optional(kUsedK);
+  a.q = tensor_from_python(at(kQ), {"q"});
+  a.k = tensor_from_python(at(kK), {"k"});
+  a.v = tensor_from_python(at(kV), {"v"});
+  a.bias = floats(kBias);
+  a.mask = optional_tensor(at(kMask), {"mask", "bool"});
+  a.alibi_slopes = floats(kSlopes);
+  a.sinks = floats(kSinks);
+  a.cu_seqlens_q = indices(kCuQ);
+  a.cu_seqlens_k = indices(kCuK);
+  a.seqused_q = indices(kUsedQ);
+  a.seqused_k = indices(kUsedK);
   a.seed = read_seed(at(kSeed));
   a.scale = optional_number(at(kScale), "scale");
   a.causal = read_causal(at(kCausal));

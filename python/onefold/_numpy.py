@@ -14,6 +14,7 @@ from ._options import (
     NUM_ARRAYS,
     SEED,
     Arguments,
+    index_list,
     type_error,
 )
 
@@ -23,7 +24,7 @@ def prepare(question: Arguments) -> Arguments:
     ready = list(question)
     for i in INDEX_ARRAYS:
         if isinstance(ready[i], (list, tuple)):
-            ready[i] = np.asarray(ready[i], dtype=np.int64)
+            ready[i] = np.asarray(index_list(NAMES[i], ready[i]), dtype=np.int64)
     for i in range(NUM_ARRAYS):
         _check_array(NAMES[i], ready[i], optional=i >= 3)
     if ready[SEED] is None and ready[DROPOUT_P] > 0:

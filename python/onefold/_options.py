@@ -120,6 +120,22 @@ def arguments(
     )
 
 
+def from_options(function: str, q: Any, k: Any, v: Any, options: Options) -> Arguments:
+    """`arguments` for a function that takes the keywords as **options."""
+    for name in options:
+        if name not in Options.__annotations__:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return arguments(q, k, v, **options)
+
+
+def index_list(name: str, values: Any) -> list[int]:
+    """A list given for an index array; nothing is rounded."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise TypeError(f"{name} is {values!r}: a list of int is needed") from None
+
+
 def refuse_mods(**given: Callable[..., Any] | Sequence[Any] | None) -> None:
     """Raises for a score_mod, mask_mod or aux that is not None."""
     for name, value in given.items():
@@ -162,10 +178,8 @@ def _window(window: Any) -> tuple[int | None, int | None]:
 
 
 def _causal(causal: Any) -> str:
-    if causal is False:
-        return "none"
-    if causal is True:
-        return "bottom_right"
+    if type(causal).__name__ in ("bool", "bool_"):  # the latter is NumPy's
+        return "bottom_right" if causal else "none"
     if isinstance(causal, str) and causal in ("bottom_right", "top_left"):
         return causal
     raise ValueError(f'causal is {causal!r}: False, True, "bottom_right" or "top_left" is needed')
@@ -173,8 +187,10 @@ def _causal(causal: Any) -> str:
 
 def _seed(seed: Any) -> Any:
     """An int in [-2^63, 2^64) as the signed 64-bit number of the same bits; arrays as they are."""
-    if seed is None or not isinstance(seed, Integral):
+    if seed is None or (hasattr(seed, "shape") and not isinstance(seed, Integral)):
         return seed
+    if not isinstance(seed, Integral):
+        raise type_error("seed", seed, "an int or a one-element int64 array")
     value = int(seed)
     if not -(2**63) <= value < 2**64:
         raise ValueError(f"seed is {value}: an integer from -2**63 to 2**64 - 1 is needed")

@@ -17,6 +17,7 @@ from ._options import (
     NUM_ARRAYS,
     SEED,
     Arguments,
+    index_list,
     type_error,
 )
 
@@ -43,7 +44,8 @@ def prepare(question: Arguments) -> Arguments:
     device = ready[0].device
     for i in INDEX_ARRAYS:
         if isinstance(ready[i], (list, tuple)):
-            ready[i] = torch.tensor(ready[i], dtype=torch.int64, device=device)
+            indices = index_list(NAMES[i], ready[i])
+            ready[i] = torch.tensor(indices, dtype=torch.int64, device=device)
     for i in range(NUM_ARRAYS):
         _check_tensor(NAMES[i], ready[i], optional=i >= 3)
     _autocast(ready)
@@ -235,8 +237,6 @@ def merge_states(outs: Any, lses: Any) -> tuple[Tensor, Tensor]:
 
 def _stacked(name: str, parts: Any) -> Tensor:
     if isinstance(parts, (list, tuple)):
-        if not parts:
-            raise ValueError(f"{name} is empty: at least one part is needed")
         for part in parts:
             _check_tensor(name, part)
         return torch.stack(list(parts))

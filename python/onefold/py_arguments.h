@@ -1,6 +1,7 @@
 // What the two halves of onefold._core share: reading the common arguments, and the oracle's calls.
 //
-// Invariant: the GIL is held in every function here. Includes nanobind and the public headers.
+// Invariant: the GIL is held in every function here. Includes nanobind, the public headers and
+// py_tensor.h.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,6 +10,7 @@
 #include <optional>
 
 #include "onefold/attention.h"
+#include "py_tensor.h"
 
 namespace onefold::python {
 
@@ -18,8 +20,7 @@ inline constexpr std::size_t kNumArguments = 20;
 Attention read_attention(const nanobind::args& args, std::size_t first);
 
 // None is absent.
-std::optional<Tensor> optional_tensor(nanobind::handle object, const char* name,
-                                      bool writable = false);
+std::optional<Tensor> optional_tensor(nanobind::handle object, const Expected& expected);
 
 // Adds the functions reference_*.
 void define_reference(nanobind::module_& m);

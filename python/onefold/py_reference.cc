@@ -44,8 +44,8 @@ nb::tuple call_forward_terms(const nb::args& args) {
 template <class Function>
 nb::tuple six_gradients(const nb::args& args, Function function) {
   const Attention attention = read_attention(args, 0);
-  const std::optional<Tensor> dout = optional_tensor(args[kNumArguments], "dout");
-  const std::optional<Tensor> dlse = optional_tensor(args[kNumArguments + 1], "dlse");
+  const std::optional<Tensor> dout = optional_tensor(args[kNumArguments], {"dout"});
+  const std::optional<Tensor> dlse = optional_tensor(args[kNumArguments + 1], {"dlse"});
   const auto r = without_gil([&] { return function(attention, dout, dlse); });
   return nb::make_tuple(to_python(r.dq), to_python(r.dk), to_python(r.dv), to_python(r.dbias),
                         to_python(r.dslopes), to_python(r.dsinks));

@@ -12,15 +12,17 @@ namespace nb = nanobind;
 namespace onefold::python {
 namespace {
 
-constexpr const char* kKnownDtypes =
-    ": float32, bfloat16, float16, float64, bool, int32 and int64 are known";
-
 std::string text_of(nb::handle object) { return nb::str(object).c_str(); }
 
 // str(dtype) without the "torch." that torch puts before it.
 std::string dtype_text(nb::handle object) {
   std::string text = text_of(object.attr("dtype"));
   return text.starts_with("torch.") ? text.substr(6) : text;
+}
+
+[[noreturn]] void refuse_dtype(nb::handle object, const Expected& expected) {
+  invalid("dtype of ", expected.name, " is ", dtype_text(object), ": ", expected.dtypes,
+          " is needed");
 }
 
 Tensor with_rank(const char* name, std::int64_t rank) {
@@ -92,16 +94,21 @@ bool read_dtype(dlpack::DataType dtype, DType& out) {
   PyErr_Clear();
   const nb::object device = nb::getattr(object, "device", nb::none());
   const nb::object layout = nb::getattr(object, "layout", nb::none());
-  unsupported(name, " is a ", type_text(object), " on device ", text_of(device), " with layout ",
-              text_of(layout), ": a dense tensor on the CPU is needed");
+  unsupported(
+      name, " is a ", type_text(object), " on device ", text_of(device), " with layout ",
+      text_of(layout),
+      " and gives no memory address (sparse, or wrapped by a transform such as vmap): a dense "
+      "tensor on the CPU is needed");
 }
 
-Tensor from_exchange(nb::handle object, const dlpack::ExchangeTable& table, const char* name) {
+Tensor from_exchange(nb::handle object, const dlpack::ExchangeTable& table,
+                     const Expected& expected) {
+  const char* name = expected.name;
   dlpack::DlTensor dl;
   if (table.describe(object.ptr(), &dl) != 0) refuse_memory(object, name);
   Tensor t = with_rank(name, dl.ndim);
   if (!read_dtype(dl.dtype, t.dtype)) {
-    invalid("dtype of ", name, " is ", dtype_text(object), kKnownDtypes);
+    refuse_dtype(object, expected);
   }
   if (dl.device_type == dlpack::kDeviceCuda) {
     t.device = {DeviceType::kCuda, dl.device_id};
@@ -128,7 +135,8 @@ bool read_dtype(const std::string& text, DType& out) {
   return false;
 }
 
-Tensor from_attributes(nb::handle object, const char* name) {
+Tensor from_attributes(nb::handle object, const Expected& expected) {
+  const char* name = expected.name;
   const nb::object shape = object.attr("shape");
   const nb::object stride = object.attr("stride")();
   Tensor t = with_rank(name, static_cast<std::int64_t>(nb::len(shape)));
@@ -136,8 +144,7 @@ Tensor from_attributes(nb::handle object, const char* name) {
     t.shape[axis] = nb::cast<std::int64_t>(shape[axis]);
     t.stride[axis] = nb::cast<std::int64_t>(stride[axis]);
   }
-  const std::string dtype = dtype_text(object);
-  if (!read_dtype(dtype, t.dtype)) invalid("dtype of ", name, " is ", dtype, kKnownDtypes);
+  if (!read_dtype(dtype_text(object), t.dtype)) refuse_dtype(object, expected);
   if (text_of(object.attr("device").attr("type")) != "cpu") refuse_memory(object, name);
   t.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")()));
   check_memory(t, name);
@@ -175,14 +182,14 @@ bool read_dtype(const ArrayStruct& array, nb::handle object, DType& out) {
   return false;
 }
 
-Tensor from_array_struct(nb::handle object, const nb::object& capsule, const char* name,
-                         bool writable) {
+Tensor from_array_struct(nb::handle object, const nb::object& capsule, const Expected& expected) {
+  const char* name = expected.name;
   const auto* array = static_cast<const ArrayStruct*>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
   if (array == nullptr) throw nb::python_error();
   if (array->two != 2) invalid(name, " has an array interface of an unknown version");
   Tensor t = with_rank(name, array->nd);
   if (!read_dtype(*array, object, t.dtype)) {
-    invalid("dtype of ", name, " is ", dtype_text(object), kKnownDtypes);
+    refuse_dtype(object, expected);
   }
   if ((array->flags & kNotSwapped) == 0) {
     invalid("dtype of ", name, " is ", text_of(object.attr("dtype").attr("str")),
@@ -191,7 +198,7 @@ Tensor from_array_struct(nb::handle object, const nb::object& capsule, const cha
   if ((array->flags & kAligned) == 0) {
     invalid(name, " is not aligned to its items: pass a copy of it");
   }
-  if (writable && (array->flags & kWriteable) == 0) {
+  if (expected.writable && (array->flags & kWriteable) == 0) {
     invalid(name, " is read-only: an output needs memory that can be written");
   }
   for (int axis = 0; axis < t.rank; ++axis) {
@@ -211,18 +218,18 @@ Tensor from_array_struct(nb::handle object, const nb::object& capsule, const cha
 
 std::string type_text(nb::handle object) { return text_of(object.type().attr("__name__")); }
 
-Tensor tensor_from_python(nb::handle object, const char* name, bool writable) {
+Tensor tensor_from_python(nb::handle object, const Expected& expected) {
   if (const auto* table = exchange_table(Py_TYPE(object.ptr()))) {
-    return from_exchange(object, *table, name);
+    return from_exchange(object, *table, expected);
   }
-  if (nb::hasattr(object, "data_ptr")) return from_attributes(object, name);
+  if (nb::hasattr(object, "data_ptr")) return from_attributes(object, expected);
   const nb::object capsule = nb::getattr(object, "__array_struct__", nb::none());
   if (PyCapsule_CheckExact(capsule.ptr())) {
-    return from_array_struct(object, capsule, name, writable);
+    return from_array_struct(object, capsule, expected);
   }
-  throw nb::type_error(
-      concat(name, " is a ", type_text(object), ": a torch tensor or a NumPy array is needed")
-          .c_str());
+  throw nb::type_error(concat(expected.name, " is a ", type_text(object),
+                              ": a torch tensor or a NumPy array is needed")
+                           .c_str());
 }
 
 }  // namespace onefold::python

@@ -14,8 +14,14 @@
 
 namespace onefold::python {
 
-// `name` is the argument in an error's sentence. `writable` refuses read-only memory.
-Tensor tensor_from_python(nanobind::handle object, const char* name, bool writable = false);
+// What an argument is called in an error's sentence and which dtypes it may have.
+struct Expected {
+  const char* name;
+  const char* dtypes = "float32, bfloat16, float16 or float64";
+  bool writable = false;  // an output: read-only memory is refused
+};
+
+Tensor tensor_from_python(nanobind::handle object, const Expected& expected);
 
 // The name of the object's type, for an error's sentence.
 std::string type_text(nanobind::handle object);

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._dispatch import front_end
-from ._options import DROPOUT_P, SEED, Arguments, Options, arguments
+from ._options import DROPOUT_P, SEED, Arguments, Options, from_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -60,12 +60,12 @@ class ForwardTerms:
 
 def attention(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> tuple[Any, Any]:
     """(out, lse) in float64: (B, Sq, Hq, Dv) and (B, Hq, Sq), or packed (Tq, Hq, Dv), (Hq, Tq)."""
-    return _wrap(q, _core.reference_forward(*_prepare(q, k, v, options)))
+    return _wrap(q, _core.reference_forward(*_prepare("attention", q, k, v, options)))
 
 
 def forward_terms(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> ForwardTerms:
     """The terms of the forward error bound."""
-    terms = _core.reference_forward_terms(*_prepare(q, k, v, options))
+    terms = _core.reference_forward_terms(*_prepare("forward_terms", q, k, v, options))
     return ForwardTerms(*_wrap(q, terms))
 
 
@@ -73,7 +73,7 @@ def gradients(
     q: Any, k: Any, v: Any, *, dout: Any = None, dlse: Any = None, **options: Unpack[Options]
 ) -> Gradients:
     """Gradients of sum(out * dout) + sum(lse * dlse); an absent cotangent counts as zero."""
-    found = _core.reference_backward(*_prepare(q, k, v, options), dout, dlse)
+    found = _core.reference_backward(*_prepare("gradients", q, k, v, options), dout, dlse)
     return Gradients(*_wrap(q, found))
 
 
@@ -81,12 +81,14 @@ def gradient_terms(
     q: Any, k: Any, v: Any, *, dout: Any = None, dlse: Any = None, **options: Unpack[Options]
 ) -> Gradients:
     """The terms of the backward error bounds, each (len(SOURCES), *gradient.shape)."""
-    found = _core.reference_backward_terms(*_prepare(q, k, v, options), dout, dlse)
+    found = _core.reference_backward_terms(
+        *_prepare("gradient_terms", q, k, v, options), dout, dlse
+    )
     return Gradients(*_wrap(q, found))
 
 
-def _prepare(q: Any, k: Any, v: Any, options: Options) -> Arguments:
-    question = arguments(q, k, v, **options)
+def _prepare(function: str, q: Any, k: Any, v: Any, options: Options) -> Arguments:
+    question = from_options(function, q, k, v, options)
     if question[SEED] is None and question[DROPOUT_P] > 0:
         raise ValueError("seed is None: the oracle needs the seed of the call that it judges")
     return front_end(q).prepare(question)
