@@ -27,6 +27,10 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$" AND CMAKE_SIZEOF_VOID
   set(onefold_is_x86_64 TRUE)
 endif()
 
+set(onefold_kernel_level -O3)  # in Debug builds too, unless a sanitizer is there to look for faults
+if(ONEFOLD_SANITIZE)
+  set(onefold_kernel_level "")
+endif()
 foreach(file IN LISTS onefold_kernels)
   # isa_avx2.cc, isa_avx2_backward.cc, ...: the word after isa_ names the instruction set.
   string(REGEX REPLACE "^.*/isa_([a-z0-9]+)[a-z0-9_]*\\.cc$" "\\1" isa "${file}")
@@ -36,7 +40,7 @@ foreach(file IN LISTS onefold_kernels)
   if(isa STREQUAL "baseline" OR onefold_is_x86_64)
     list(APPEND onefold_sources ${file})
     set_source_files_properties(${file} PROPERTIES COMPILE_OPTIONS
-      "$<$<NOT:$<BOOL:${ONEFOLD_SANITIZE}>>:-O3>;${onefold_rounding};${onefold_isa_flags_${isa}}")
+      "${onefold_kernel_level};${onefold_rounding};${onefold_isa_flags_${isa}}")
   endif()
 endforeach()
 
