@@ -332,7 +332,7 @@ bool may_overlap(const Tensor& x, const Tensor& y) {
   for (int axis = 0; axis < rank - 3; ++axis) {
     if (x.shape[axis] > 1 && x.stride[axis] % step != 0) return true;
   }
-  const auto inner = [rank, size](const Tensor& t) {
+  const auto inner = [rank](const Tensor& t) {
     Tensor block = t;
     for (int axis = 0; axis < rank - 2; ++axis) block.shape[axis] = 1;
     return extent_bytes(block);
