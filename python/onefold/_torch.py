@@ -159,10 +159,21 @@ def attention(question: Arguments, deterministic: bool | None, return_lse: bool,
     if wanted is not None:
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
+        if torch.compiler.is_compiling():
+            ready = _distinct(ready)
         out, lse = _Attention.apply(deterministic, *ready)
     else:
         out, lse = ops.forward(ready, want_lse=return_lse)
     return (out, lse) if return_lse else out
+
+
+def _distinct(question: Sequence[Any]) -> list[Any]:
+    """Self-attention passes one tensor twice, which Dynamo's autograd.Function does not take."""
+    ready = list(question)
+    for i in range(1, NUM_ARRAYS):
+        if ready[i] is not None and any(ready[i] is earlier for earlier in ready[:i]):
+            ready[i] = ready[i].view_as(ready[i])
+    return ready
 
 
 def _requiring_gradient(question: Sequence[Any]) -> str | None:
@@ -181,7 +192,7 @@ def _attention_into(question: Arguments, wanted: str | None, return_lse: bool, o
             f"out was given and {wanted} requires a gradient: leave out= away, or call under "
             "torch.no_grad()"
         )
-    if out.is_neg():
+    if not torch.compiler.is_compiling() and out.is_neg():
         raise ValueError("out is a negated view: a tensor that owns its sign is needed")
     lse = ops.forward_into(question, out)
     return (out, lse) if return_lse else out
