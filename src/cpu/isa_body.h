@@ -58,13 +58,12 @@ static double fma_probe(std::int64_t rounds) {
   for (std::int64_t r = 0; r < rounds; ++r) {
 #pragma GCC unroll 16
     for (int i = 0; i < kChains; ++i) {
-      x[i] = fma(x[i], a, c);
-      pin(x[i]);
+      x[i] = pinned(fma(x[i], a, c));
     }
   }
   Vec<float> sum{};
   for (int i = 0; i < kChains; ++i) sum += x[i];
-  pin(sum);
+  [[maybe_unused]] volatile float used = sum[0];
   return 2.0 * kChains * kWidth<float> * static_cast<double>(rounds);
 }
 

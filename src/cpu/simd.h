@@ -56,14 +56,16 @@ template <class R>
 inline void store(R* p, const Vec<R>& v) {
   __builtin_memcpy(p, &v, sizeof v);
 }
-// Keeps a loaded vector in its register: without it g++ 12 reads it again from memory per use.
+// The same vector, kept in a register: without this g++ 12 reads it again from memory per use. By
+// value, because a reference to an array element would put the array on the stack.
 template <class V>
-inline void pin(V& v) {
+inline V pinned(V v) {
 #if defined(__x86_64__)
   asm("" : "+v"(v));
 #elif defined(__aarch64__)
   asm("" : "+w"(v));
 #endif
+  return v;
 }
 
 inline Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) {

@@ -60,8 +60,7 @@ inline void product(const R* a, std::int64_t a_row, std::int64_t a_step, const R
     Vec<R> row[N];
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) {
-      row[n] = load(b + n * kWidth<R>);
-      pin(row[n]);
+      row[n] = pinned(load(b + n * kWidth<R>));
     }
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
