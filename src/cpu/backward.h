@@ -21,9 +21,12 @@ namespace onefold::cpu::ONEFOLD_ISA {
 
 inline constexpr int kPassTiles = 16;
 
+// In double, over four partial sums.
 template <class R>
-inline std::int64_t padded_dim(std::int64_t dim) {
-  return round_up(dim > 0 ? dim : 1, kWidth<R>);
+inline double dot(const R* a, const R* b, std::int64_t count) {
+  double sum[4] = {};
+  for (std::int64_t d = 0; d < count; ++d) sum[d % 4] += double{a[d]} * double{b[d]};
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
 // The query side of one tile, prepared once per pass.
@@ -53,7 +56,7 @@ struct QueryData {
 
 template <class R>
 struct BackwardScratch {
-  R *k_panels, *v_panels, *kt_panels, *row, *other_row;
+  R *k_panels, *v_panels, *kt_panels, *row, *rows;
   int *poison_counts, *poison_keys;
   R *weights, *dscores, *dz, *addend, *dropout;
   R *chunk_dk, *chunk_dv, *total_dk, *total_dv;  // [key][d], private
@@ -69,13 +72,13 @@ struct BackwardScratch {
     const std::int64_t key_tiles = t.super_keys / t.keys;
     const std::int64_t panel_keys = round_up(t.keys, kPanel);
     const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
-    k_panels = arena.take<R>(key_tiles * panel_keys * p.dim);
-    v_panels = arena.take<R>(key_tiles * panel_keys * p.dim_v);
+    k_panels = arena.take<R>(key_tiles * panel_keys * p.dim + kPanelSlack);
+    v_panels = arena.take<R>(key_tiles * panel_keys * p.dim_v + kPanelSlack);
     kt_panels = arena.take<R>(key_tiles * t.keys * round_up(p.dim, kPanel));
     poison_counts = arena.take<int>(key_tiles);
     poison_keys = arena.take<int>(t.super_keys);
     row = arena.take<R>((dim > dim_v ? dim : dim_v) + t.keys + kPanel);
-    other_row = arena.take<R>((dim > dim_v ? dim : dim_v) + t.keys + kPanel);
+    rows = arena.take<R>((dim > dim_v ? dim : dim_v) * (kL > kPanelRows ? kL : kPanelRows));
     weights = arena.take<R>(panel_keys * kL);
     dscores = arena.take<R>(panel_keys * kL);
     dz = arena.take<R>(with_dz ? t.keys * kL : 0);
@@ -117,8 +120,6 @@ struct BackwardItem {
     const int width = tile.vectors * kWidth<R>;
     const R factor = static_cast<R>(p.variant.scale * (p.variant.scale_only() ? kLog2E : 1.0));
     const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
-    for (std::int64_t d = 0; d < p.dim * width; ++d) x.qt[d] = R(0);
-    for (std::int64_t d = 0; d < p.dim_v * width; ++d) x.dot[d] = R(0);
     for (std::int64_t d = 0; d < dim * width; ++d) x.q[d] = R(0);
     for (std::int64_t d = 0; d < dim_v * width; ++d) x.dout[d] = R(0);
     for (std::int64_t d = 0; d < round_up(p.dim, kPanel) * width; ++d) x.dqt[d] = R(0);
@@ -127,28 +128,29 @@ struct BackwardItem {
       x.q_poison[lane] = x.dout_poison[lane] = false;
       if (lane >= tile.rows) continue;
       const std::int64_t h = s.lanes.head[lane], r = seq.q_begin + s.lanes.query[lane];
-      R* q = x.q + lane * dim;
-      load_row(q, p.q.at(heads.b, r, h), p.q.dtype, p.q.dim, p.dim);
-      scatter_lane(q, p.dim, factor, width, x.qt + lane);
-      x.q_poison[lane] = !all_finite(q, p.dim);
-      if (x.q_poison[lane]) {
-        for (std::int64_t d = 0; d < p.dim; ++d) q[d] = R(0);
-      }
+      load_row(x.q + lane * dim, p.q.at(heads.b, r, h), p.q.dtype, p.q.dim, p.dim);
       double delta = call.t.dlse ? -call.t.dlse.load(heads.b, h, r) : 0.0;
       if (call.t.dout) {
         R* dout = x.dout + lane * dim_v;
         load_row(dout, call.t.dout.at(heads.b, r, h), call.t.dout.dtype, call.t.dout.dim, p.dim_v);
         load_row(s.row, call.t.out.at(heads.b, r, h), call.t.out.dtype, call.t.out.dim, p.dim_v);
-        scatter_lane(dout, p.dim_v, R(1), width, x.dot + lane);
-        for (std::int64_t d = 0; d < p.dim_v; ++d) delta += double{dout[d]} * double{s.row[d]};
-        x.dout_poison[lane] = !all_finite(dout, p.dim_v);
-        if (x.dout_poison[lane]) {
-          for (std::int64_t d = 0; d < p.dim_v; ++d) dout[d] = R(0);
-        }
+        delta += dot(dout, s.row, p.dim_v);
       }
       x.delta[lane] = static_cast<R>(delta);
       x.lse[lane] = static_cast<R>(call.t.lse.load(heads.b, h, r) * kLog2E);
     }
+    transpose(x.q, dim, width, p.dim, x.qt, width);
+    transpose(x.dout, dim_v, width, p.dim_v, x.dot, width);
+    for (std::int64_t d = 0; d < p.dim * width; ++d) x.qt[d] *= factor;
+    for (int lane = 0; lane < tile.rows; ++lane) {
+      x.q_poison[lane] = clear_if_not_finite(x.q + lane * dim, p.dim);
+      x.dout_poison[lane] = clear_if_not_finite(x.dout + lane * dim_v, p.dim_v);
+    }
+  }
+  static bool clear_if_not_finite(R* row, std::int64_t count) {
+    if (all_finite(row, count)) return false;
+    for (std::int64_t d = 0; d < count; ++d) row[d] = R(0);
+    return true;
   }
 
   // dSink_h = -sum_i e^(sink - lse_i) delta_i, this tile's part of it.
@@ -167,9 +169,9 @@ struct BackwardItem {
     for (std::int64_t j = key_begin; j < key_end; j += t.keys) {
       const std::int64_t idx = (j - key_begin) / t.keys;
       const int count = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
-      pack_score_panel(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim, s.row,
+      pack_score_panel(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim, s.rows,
                        s.k_panels + idx * panel_keys * p.dim);
-      pack_score_panel(p.v, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim_v, s.row,
+      pack_score_panel(p.v, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim_v, s.rows,
                        s.v_panels + idx * panel_keys * p.dim_v);
       PoisonList poison{0, s.poison_keys + idx * t.keys};
       pack_value_panel(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, t.keys, p.dim, s.row,
@@ -349,10 +351,13 @@ struct BackwardItem {
   void store_dq(const QueryTile& tile, const QueryData<R>& x) {
     const int width = tile.vectors * kWidth<R>;
     const R scale = static_cast<R>(p.variant.scale);
+    const std::int64_t step = padded_dim<R>(p.dim);
+    transpose(x.dqt, width, p.dim, tile.rows, s.rows, step);
     for (int lane = 0; lane < tile.rows; ++lane) {
-      for (std::int64_t d = 0; d < p.dim; ++d) s.row[d] = x.dqt[d * width + lane] * scale;
+      R* row = s.rows + lane * step;
+      for (std::int64_t d = 0; d < p.dim; ++d) row[d] *= scale;
       store_row(call.t.dq.at(heads.b, seq.q_begin + s.lanes.query[lane], s.lanes.head[lane]),
-                call.t.dq.dtype, call.t.dq.dim, s.row, p.dim);
+                call.t.dq.dtype, call.t.dq.dim, row, p.dim);
     }
   }
 

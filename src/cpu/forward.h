@@ -24,7 +24,7 @@ inline constexpr double kExtremeLog2 = 1e36;
 
 template <class R>
 struct ForwardScratch {
-  R *k_panels, *v_panels, *row, *scores, *addend, *dropout;
+  R *k_panels, *v_panels, *row, *rows, *scores, *addend, *dropout;
   int *poison_counts, *poison_keys;
   R *qt, *out, *ref, *sum;  // per query tile of the item
   LaneFacts<R> lanes;
@@ -37,11 +37,13 @@ struct ForwardScratch {
     const std::int64_t padded_v = round_up(p.dim_v, kPanel);
     qt_size = round_up(p.dim * kLanes<R>, 16);
     out_size = padded_v * kLanes<R>;
-    k_panels = arena.take<R>(key_tiles * panel_keys * p.dim);
+    k_panels = arena.take<R>(key_tiles * panel_keys * p.dim + kPanelSlack);
     v_panels = arena.take<R>(key_tiles * t.keys * padded_v);
     poison_counts = arena.take<int>(key_tiles);
     poison_keys = arena.take<int>(t.super_keys);
     row = arena.take<R>(round_up(p.dim > padded_v ? p.dim : padded_v, 64) + t.keys);
+    rows = arena.take<R>(padded_dim<R>(p.dim > p.dim_v ? p.dim : p.dim_v) *
+                         (kLanes<R> > kPanelRows ? kLanes<R> : kPanelRows));
     scores = arena.take<R>(panel_keys * kLanes<R>);
     addend = arena.take<R>(p.bias || p.mask ? t.keys * kLanes<R> : 0);
     dropout = arena.take<R>(p.variant.dropout() ? t.keys * kLanes<R> : 0);
@@ -68,14 +70,16 @@ struct ForwardItem {
   void load_queries(const QueryTile& tile, R* qt, R* out, R* ref, R* sum) {
     const int width = tile.vectors * kWidth<R>;
     const double factor = p.variant.scale * (p.variant.scale_only() ? kLog2E : 1.0);
+    const std::int64_t step = padded_dim<R>(p.dim);
     set_lanes(p, tile, s.lanes);
     for (int lane = 0; lane < width; ++lane) {
+      R* row = s.rows + lane * step;
       if (lane < tile.rows) {
-        load_row(s.row, p.q.at(heads.b, seq.q_begin + s.lanes.query[lane], s.lanes.head[lane]),
+        load_row(row, p.q.at(heads.b, seq.q_begin + s.lanes.query[lane], s.lanes.head[lane]),
                  p.q.dtype, p.q.dim, p.dim);
-        scatter_lane(s.row, p.dim, static_cast<R>(factor), width, qt + lane);
+        for (std::int64_t d = 0; d < p.dim; ++d) row[d] *= static_cast<R>(factor);
       } else {
-        for (std::int64_t d = 0; d < p.dim; ++d) qt[d * width + lane] = R(0);
+        for (std::int64_t d = 0; d < p.dim; ++d) row[d] = R(0);
       }
       // An attention sink is one more key with value zero.
       Softmax<R> start;
@@ -86,6 +90,7 @@ struct ForwardItem {
       ref[lane] = start.ref;
       sum[lane] = start.sum;
     }
+    transpose(s.rows, step, width, p.dim, qt, width);
     for (std::int64_t x = 0; x < round_up(p.dim_v, kPanel) * width; ++x) out[x] = R(0);
   }
 
@@ -95,7 +100,7 @@ struct ForwardItem {
     for (std::int64_t j = key_begin; j < key_end; j += t.keys) {
       const std::int64_t idx = (j - key_begin) / t.keys;
       const int count = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
-      pack_score_panel(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim, s.row,
+      pack_score_panel(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim, s.rows,
                        s.k_panels + idx * round_up(t.keys, kPanel) * p.dim);
       PoisonList poison{0, s.poison_keys + idx * t.keys};
       pack_value_panel(p.v, heads.b, seq.k_begin + j, heads.kv_head, count, t.keys, p.dim_v, s.row,
@@ -235,17 +240,18 @@ struct ForwardItem {
               const R* sum) {
     const int width = tile.vectors * kWidth<R>;
     const R kept = static_cast<R>(p.variant.dropout() ? keep_scale(p.variant) : 1.0);
+    const std::int64_t step = padded_dim<R>(p.dim_v);
     bool extreme = false;
     set_lanes(p, tile, s.lanes);
+    transpose(out, width, p.dim_v, tile.rows, s.rows, step);
     for (int lane = 0; lane < tile.rows; ++lane) {
       if (only && !only[tile.row_begin + lane - item_begin]) continue;
       const std::int64_t h = s.lanes.head[lane], i = s.lanes.query[lane];
       const bool empty = sum[lane] == R(0);
-      for (std::int64_t d = 0; d < p.dim_v; ++d) {
-        const R o = out[d * width + lane];
-        s.row[d] = empty ? R(0) : p.variant.dropout() ? o * kept / sum[lane] : o / sum[lane];
-      }
-      store_row(call.out.at(heads.b, seq.q_begin + i, h), call.out.dtype, call.out.dim, s.row, p.dim_v);
+      R* row = s.rows + lane * step;
+      const R divisor = empty ? R(1) : sum[lane];
+      for (std::int64_t d = 0; d < p.dim_v; ++d) row[d] = row[d] * kept / divisor;
+      store_row(call.out.at(heads.b, seq.q_begin + i, h), call.out.dtype, call.out.dim, row, p.dim_v);
       if (call.lse) {
         const double log2_sum = static_cast<double>(ref[lane]) + std::log2(double{sum[lane]});
         call.lse.store(heads.b, h, seq.q_begin + i, empty ? kEmpty<double> : log2_sum * kLn2);

@@ -27,6 +27,12 @@ static inline std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
+// Rows that matrix products read along d are padded to whole vectors.
+template <class R>
+inline std::int64_t padded_dim(std::int64_t dim) {
+  return round_up(dim > 0 ? dim : 1, kWidth<R> > 8 ? kWidth<R> : 8);
+}
+
 // Hands out 64-byte aligned pieces of one block; with no block it only counts.
 template <class Isa>
 class BasicArena {
@@ -147,12 +153,72 @@ inline void outer_product(const R* weights, int lanes, const R* rows, std::int64
   }
 }
 
+// Whether no element is infinite or NaN: 0 * x is 0 for every finite x.
 template <class R>
 inline bool all_finite(const R* row, std::int64_t count) {
+  Vec<R> sums{};
+  std::int64_t d = 0;
+  for (; d + kWidth<R> <= count; d += kWidth<R>) sums += load(row + d) * Vec<R>{};
   R sum = 0;
-  for (std::int64_t d = 0; d < count; ++d) sum += row[d] * R(0);
+  for (int lane = 0; lane < kWidth<R>; ++lane) sum += sums[lane];
+  for (; d < count; ++d) sum += row[d] * R(0);
   return sum == R(0);
 }
+
+// to[c * to_step + r] = from[r * from_step + c] for an 8 x 8 block of floats.
+inline void transpose_8x8(const float* from, std::int64_t from_step, float* to,
+                          std::int64_t to_step) {
+#if defined(__AVX2__)
+  __m256 row[8], pair[8];
+  for (int r = 0; r < 8; ++r) row[r] = _mm256_loadu_ps(from + r * from_step);
+  for (int r = 0; r < 4; ++r) {  // columns 0, 1 and 2, 3 of row pairs, per 128-bit half
+    pair[2 * r] = _mm256_unpacklo_ps(row[2 * r], row[2 * r + 1]);
+    pair[2 * r + 1] = _mm256_unpackhi_ps(row[2 * r], row[2 * r + 1]);
+  }
+  for (int half = 0; half < 2; ++half) {  // rows 0 .. 3, then 4 .. 7
+    const __m256* p = pair + 4 * half;
+    row[4 * half] = _mm256_shuffle_ps(p[0], p[2], 0x44);
+    row[4 * half + 1] = _mm256_shuffle_ps(p[0], p[2], 0xEE);
+    row[4 * half + 2] = _mm256_shuffle_ps(p[1], p[3], 0x44);
+    row[4 * half + 3] = _mm256_shuffle_ps(p[1], p[3], 0xEE);
+  }
+  for (int c = 0; c < 4; ++c) {
+    _mm256_storeu_ps(to + c * to_step, _mm256_permute2f128_ps(row[c], row[4 + c], 0x20));
+  }
+  for (int c = 0; c < 4; ++c) {
+    _mm256_storeu_ps(to + (4 + c) * to_step, _mm256_permute2f128_ps(row[c], row[4 + c], 0x31));
+  }
+#else
+  for (int c = 0; c < 8; ++c) {
+    for (int r = 0; r < 8; ++r) to[c * to_step + r] = from[r * from_step + c];
+  }
+#endif
+}
+
+// to[c * to_step + r] = from[r * from_step + c], r < rows, c < columns.
+template <class R>
+inline void transpose(const R* from, std::int64_t from_step, std::int64_t rows,
+                      std::int64_t columns, R* to, std::int64_t to_step) {
+  std::int64_t r = 0;
+  if constexpr (sizeof(R) == 4) {
+    for (; r + 8 <= rows; r += 8) {
+      std::int64_t c = 0;
+      for (; c + 8 <= columns; c += 8) {
+        transpose_8x8(from + r * from_step + c, from_step, to + c * to_step + r, to_step);
+      }
+      for (; c < columns; ++c) {
+        for (int k = 0; k < 8; ++k) to[c * to_step + r + k] = from[(r + k) * from_step + c];
+      }
+    }
+  }
+  for (; r < rows; ++r) {
+    for (std::int64_t c = 0; c < columns; ++c) to[c * to_step + r] = from[r * from_step + c];
+  }
+}
+
+// Rows a score panel's transposition reads and the floats it writes past the end: whole 8 x 8
+// blocks, of which the next column overwrites what lies beyond kPanel.
+inline constexpr int kPanelRows = 8, kPanelSlack = 8;
 
 // Keys [begin, begin + count) of one key tile, packed. A key whose row is not finite is left out of
 // the value panel and listed: the matrix product would carry 0 * NaN to rows that do not see it.
@@ -161,16 +227,25 @@ struct PoisonList {
   int* keys;
 };
 
+// `rows` holds kPanelRows rows of `dim`, padded to a whole number of vectors.
 template <class R>
 inline void pack_score_panel(const Rows& from, std::int64_t b, std::int64_t first_row,
-                             std::int64_t head, int count, std::int64_t dim, R* row, R* panel) {
-  for (int key = 0; key < round_up(count, kPanel); ++key) {
-    R* to = panel + (key / kPanel) * kPanel * dim + key % kPanel;
-    if (key < count) {
-      load_row(row, from.at(b, first_row + key, head), from.dtype, from.dim, dim);
-      for (std::int64_t d = 0; d < dim; ++d) to[d * kPanel] = row[d];
+                             std::int64_t head, int count, std::int64_t dim, R* rows, R* panel) {
+  const std::int64_t step = padded_dim<R>(dim);
+  for (int first = 0; first < count; first += kPanel) {
+    for (int m = 0; m < kPanelRows; ++m) {
+      R* row = rows + m * step;
+      if (m < kPanel && first + m < count) {
+        load_row(row, from.at(b, first_row + first + m, head), from.dtype, from.dim, dim);
+      } else {
+        for (std::int64_t d = 0; d < dim; ++d) row[d] = R(0);
+      }
+    }
+    R* to = panel + first * dim;
+    if (sizeof(R) == 4 && dim % 8 == 0) {
+      transpose(rows, step, kPanelRows, dim, to, kPanel);
     } else {
-      for (std::int64_t d = 0; d < dim; ++d) to[d * kPanel] = R(0);
+      transpose(rows, step, kPanel, dim, to, kPanel);
     }
   }
 }
@@ -180,23 +255,19 @@ inline void pack_value_panel(const Rows& from, std::int64_t b, std::int64_t firs
                              std::int64_t head, int count, int panel_keys, std::int64_t dim, R* row,
                              R* panel, PoisonList& poison) {
   const std::int64_t padded = round_up(dim, kPanel);
-  for (std::int64_t d = dim; d < padded; ++d) row[d] = R(0);
   poison.count = 0;
   for (int key = 0; key < count; ++key) {
     load_row(row, from.at(b, first_row + key, head), from.dtype, from.dim, dim);
-    const bool finite = all_finite(row, dim);
-    if (!finite) poison.keys[poison.count++] = key;
+    for (std::int64_t d = dim; d < padded; ++d) row[d] = R(0);
+    if (!all_finite(row, dim)) {
+      poison.keys[poison.count++] = key;
+      for (std::int64_t d = 0; d < dim; ++d) row[d] = R(0);
+    }
     R* to = panel + key * kPanel;
     for (std::int64_t d = 0; d < padded; d += kPanel, to += panel_keys * kPanel) {
-      for (int m = 0; m < kPanel; ++m) to[m] = finite ? row[d + m] : R(0);
+      __builtin_memcpy(to, row + d, kPanel * sizeof(R));
     }
   }
-}
-
-// transposed[d][lane] = row[d] * factor for one lane.
-template <class R>
-inline void scatter_lane(const R* row, std::int64_t dim, R factor, int lanes, R* transposed) {
-  for (std::int64_t d = 0; d < dim; ++d) transposed[d * lanes] = row[d] * factor;
 }
 
 // The rows of one query tile and which keys each may see.
