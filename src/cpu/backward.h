@@ -303,9 +303,11 @@ struct BackwardItem {
     const bool add = p.variant.has_bias || options == TileClass::kPartial;
     set_intervals(p, tile, key_begin, num_keys, s.lanes);
     const std::int64_t panel_keys = round_up(t.keys, kPanel);
-    score_product<R, N>(s.k_panels + panel * panel_keys * p.dim, x.qt, p.dim, num_keys, s.weights);
+    Vec<R> unused[N] = {};
+    score_product<R, N>(s.k_panels + panel * panel_keys * p.dim, x.qt, p.dim, num_keys, s.weights,
+                        unused);
     score_product<R, N>(s.v_panels + panel * panel_keys * p.dim_v, x.dot, p.dim_v, num_keys,
-                        s.dscores);
+                        s.dscores, unused);
     if (p.variant.dropout()) {
       draw_dropout(p, tile, key_begin, num_keys, s.lanes, s.dropout);
     }

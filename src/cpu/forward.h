@@ -111,7 +111,7 @@ struct ForwardItem {
 
   // Turns scale * q.k into base-2 scores of the variant and hides what is hidden.
   template <int N>
-  void modify(int num_keys, bool border, bool staged, std::int64_t key_begin) {
+  void modify(int num_keys, bool border, bool staged, std::int64_t key_begin, Vec<R> (&top)[N]) {
     constexpr int kRow = N * kWidth<R>;
     const bool natural = !p.variant.scale_only();
     for (int n = 0; n < N; ++n) {
@@ -119,6 +119,7 @@ struct ForwardItem {
       const IntVec<R> last = load(s.lanes.last_key + n * kWidth<R>);
       At<Vec<R>> at{};
       if (p.variant.has_slopes) at.slope = load(s.lanes.slope + n * kWidth<R>);
+      top[n] = splat<R>(kEmpty<R>);
       for (int key = 0; key < num_keys; ++key) {
         R* where = s.scores + key * kRow + n * kWidth<R>;
         Vec<R> x = load(where);
@@ -136,20 +137,19 @@ struct ForwardItem {
           x = (j >= first) & (j < last) ? x : splat<R>(kEmpty<R>);
         }
         store(where, x);
+        top[n] = max(top[n], x);
       }
     }
   }
 
   // Scores become weights against the raised reference; returns what the old sum was scaled by.
   template <int N>
-  void absorb_tile(int num_keys, R* ref, R* sum, Vec<R> (&keep)[N]) {
+  void absorb_tile(int num_keys, const Vec<R> (&top)[N], R* ref, R* sum, Vec<R> (&keep)[N]) {
     constexpr int kRow = N * kWidth<R>;
     for (int n = 0; n < N; ++n) {
       R* column = s.scores + n * kWidth<R>;
-      Vec<R> top = splat<R>(kEmpty<R>);
-      for (int key = 0; key < num_keys; ++key) top = max(top, load(column + key * kRow));
       Softmax<Vec<R>> state{load(ref + n * kWidth<R>), load(sum + n * kWidth<R>)};
-      keep[n] = raise<IntegerGauge>(state, top);
+      keep[n] = raise<IntegerGauge>(state, top[n]);
       const Vec<R> against = anchor(state.ref);
       Vec<R> total{}, other{};
       int key = 0;
@@ -205,12 +205,15 @@ struct ForwardItem {
     const bool border = band == TileClass::kPartial;
     if (border || poison.count > 0) set_intervals(p, tile, key_begin, num_keys, s.lanes);
 
+    Vec<R> top[N], keep[N];
+    for (int n = 0; n < N; ++n) top[n] = splat<R>(kEmpty<R>);
     score_product<R, N>(s.k_panels + panel * round_up(t.keys, kPanel) * p.dim, qt, p.dim, num_keys,
-                        s.scores);
+                        s.scores, top);
     const bool add = p.variant.has_bias || options == TileClass::kPartial;
-    if (border || add || !p.variant.scale_only()) modify<N>(num_keys, border, add, key_begin);
-    Vec<R> keep[N];
-    absorb_tile<N>(num_keys, ref, sum, keep);
+    if (border || add || !p.variant.scale_only()) {
+      modify<N>(num_keys, border, add, key_begin, top);
+    }
+    absorb_tile<N>(num_keys, top, ref, sum, keep);
     if (p.variant.dropout()) {
       draw_dropout(p, tile, key_begin, num_keys, s.lanes, s.dropout);
       for (int x = 0; x < num_keys * N * kWidth<R>; ++x) s.scores[x] *= s.dropout[x];

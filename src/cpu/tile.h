@@ -80,9 +80,11 @@ inline void product(const R* a, std::int64_t a_row, std::int64_t a_step, const R
   finish(acc);
 }
 
-// scores[key][lane] = sum_d K[key][d] * Qt[d][lane] for num_keys keys of a score panel.
+// scores[key][lane] = sum_d K[key][d] * Qt[d][lane] for num_keys keys of a score panel; raises
+// top[lane] to their maximum while they are still in registers.
 template <class R, int N>
-inline void score_product(const R* panel, const R* qt, std::int64_t dim, int num_keys, R* scores) {
+inline void score_product(const R* panel, const R* qt, std::int64_t dim, int num_keys, R* scores,
+                          Vec<R> (&top)[N]) {
   constexpr int kRow = N * kWidth<R>;
   for (int first = 0; first < num_keys; first += kPanel) {
     const int valid = num_keys - first < kPanel ? num_keys - first : kPanel;
@@ -92,7 +94,10 @@ inline void score_product(const R* panel, const R* qt, std::int64_t dim, int num
       for (int m = 0; m < kPanel; ++m) {
         if (m >= valid) break;
 #pragma GCC unroll 16
-        for (int n = 0; n < N; ++n) store(to + m * kRow + n * kWidth<R>, acc[m][n]);
+        for (int n = 0; n < N; ++n) {
+          store(to + m * kRow + n * kWidth<R>, acc[m][n]);
+          top[n] = max(top[n], acc[m][n]);
+        }
       }
     });
   }
