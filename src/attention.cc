@@ -120,14 +120,14 @@ void backward(const Context& context, const Attention& attention, const Tensor& 
   const BackwardTensors tensors =
       make_backward(problem, attention, out, lse, dout, dlse, gradients);
   const CallExecutor call(context);
-  const CpuWork work = plan_backward(problem, wanted(problem, tensors),
-                                     cpu::facts(call.executor->concurrency()));
+  const CpuWork work =
+      plan_backward(problem, wanted(problem, tensors), cpu::facts(call.executor->concurrency()));
   const std::shared_ptr<void> memory = workspace(context, work.workspace_bytes);
   cpu::run_backward(problem, work, tensors, *call.executor, static_cast<std::byte*>(memory.get()));
 }
 
-void merge_states(const Context& context, const Tensor& outs, const Tensor& lses,
-                  const Tensor& out, const Tensor& lse) {
+void merge_states(const Context& context, const Tensor& outs, const Tensor& lses, const Tensor& out,
+                  const Tensor& lse) {
   check_device(context);
   const auto check = [](const char* name, const Tensor& t, std::initializer_list<std::int64_t> want,
                         bool wide_allowed) {
@@ -135,8 +135,8 @@ void merge_states(const Context& context, const Tensor& outs, const Tensor& lses
     if (shape_text(t) != shape_text(needed)) {
       invalid(name, " has shape ", shape_text(t), ": ", shape_text(needed), " is needed");
     }
-    const bool fits = wide_allowed ? is_float(t.dtype)
-                                   : t.dtype == DType::kFloat32 || t.dtype == DType::kFloat64;
+    const bool fits =
+        wide_allowed ? is_float(t.dtype) : t.dtype == DType::kFloat32 || t.dtype == DType::kFloat64;
     if (!fits) {
       invalid(name, " is ", onefold::name(t.dtype), ": ",
               wide_allowed ? "a float dtype" : "float32 or float64", " is needed");
@@ -162,8 +162,8 @@ int num_threads() { return cpu::pool_threads(); }
 
 std::string info() {
   const CpuFacts facts = cpu::facts(num_threads());
-  return concat("onefold ", ONEFOLD_VERSION, "\n", "backend cpu, instruction set ", facts.isa,
-                ", ", facts.threads, facts.threads == 1 ? " thread" : " threads", " of ",
+  return concat("onefold ", ONEFOLD_VERSION, "\n", "backend cpu, instruction set ", facts.isa, ", ",
+                facts.threads, facts.threads == 1 ? " thread" : " threads", " of ",
                 cpu::available_processors(), " available, L2 cache ", facts.l2_bytes / 1024,
                 " KiB\n");
 }

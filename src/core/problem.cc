@@ -59,8 +59,8 @@ void check_same_rows(const char* name, const Tensor& t, const char* like_name, c
 }
 
 void check_float_option(const char* name, const Tensor& t, DType q) {
-  const bool fits = t.dtype == DType::kFloat32 ||
-                    (t.dtype == DType::kFloat64 && q == DType::kFloat64);
+  const bool fits =
+      t.dtype == DType::kFloat32 || (t.dtype == DType::kFloat64 && q == DType::kFloat64);
   if (!fits) {
     invalid(name, " is ", onefold::name(t.dtype), ": float32 is needed",
             q == DType::kFloat64 ? " (or float64)" : "");
@@ -234,7 +234,8 @@ void read_shapes(Problem& p, const Attention& a) {
 std::array<std::int64_t, 4> grid_extent(const Problem& p, const Attention& a, const char* name) {
   if (!p.packed) return {p.batch, p.heads_q, p.rows_q, p.rows_k};
   if (!a.max_seqlen_q || !a.max_seqlen_k) {
-    invalid(name, " with packed sequences needs max_seqlen_q and max_seqlen_k: they give its shape");
+    invalid(name,
+            " with packed sequences needs max_seqlen_q and max_seqlen_k: they give its shape");
   }
   if (*a.max_seqlen_q < p.longest_q || *a.max_seqlen_k < p.longest_k) {
     const bool q = *a.max_seqlen_q < p.longest_q;

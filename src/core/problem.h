@@ -96,10 +96,9 @@ struct BackwardTensors {
 Problem make_problem(const Attention& attention);
 Rows make_out(const Problem& problem, const Attention& attention, const Tensor& out);
 Numbers make_lse(const Problem& problem, const Tensor& lse, const char* name);
-BackwardTensors make_backward(const Problem& problem, const Attention& attention,
-                              const Tensor& out, const Tensor& lse,
-                              const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse,
-                              const Gradients& gradients);
+BackwardTensors make_backward(const Problem& problem, const Attention& attention, const Tensor& out,
+                              const Tensor& lse, const std::optional<Tensor>& dout,
+                              const std::optional<Tensor>& dlse, const Gradients& gradients);
 
 // "(2, 128, 8, 64)"
 std::string shape_text(const Tensor& tensor);

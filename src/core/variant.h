@@ -47,7 +47,9 @@ struct KeyInterval {
 static inline i64 clamp(i64 x, i64 low, i64 high) { return x < low ? low : x > high ? high : x; }
 
 // The key on query i's diagonal, possibly outside [0, k).
-static inline i64 diagonal(const Variant& v, Lengths n, i64 i) { return v.top_left ? i : i + n.k - n.q; }
+static inline i64 diagonal(const Variant& v, Lengths n, i64 i) {
+  return v.top_left ? i : i + n.k - n.q;
+}
 
 // The keys that causality, window and length leave to query i. Both ends are monotone in i.
 static inline KeyInterval key_interval(const Variant& v, Lengths n, i64 i) {

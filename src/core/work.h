@@ -41,7 +41,8 @@ struct CpuFacts {
   std::int64_t l2_bytes = 512 * 1024;
   int lanes_float = 0, lanes_double = 0;
   // Scratch of one worker and private sums of one chunk, laid out by the kernels themselves.
-  std::size_t (*forward_scratch)(const Problem&, const Tiles&, std::int64_t tiles_per_item) = nullptr;
+  std::size_t (*forward_scratch)(const Problem&, const Tiles&,
+                                 std::int64_t tiles_per_item) = nullptr;
   std::size_t (*backward_scratch)(const Problem&, const Tiles&, const BackwardWants&, bool by_chunk,
                                   std::int64_t num_chunks) = nullptr;
   std::size_t (*chunk_bytes)(const Problem&) = nullptr;

@@ -32,11 +32,11 @@ inline double dot(const R* a, const R* b, std::int64_t count) {
 // The query side of one tile, prepared once per pass.
 template <class R>
 struct QueryData {
-  R *qt, *dot;              // [d][lane]: q times the score factor; dout
-  R *q, *dout;              // [lane][d]: as they are, for the sums over queries
-  R *dqt;                   // [d][lane]
-  R *lse, *delta;           // base 2; dO . O - dLSE
-  R* slope_sum;             // sum of dZ * distance
+  R *qt, *dot;                   // [d][lane]: q times the score factor; dout
+  R *q, *dout;                   // [lane][d]: as they are, for the sums over queries
+  R* dqt;                        // [d][lane]
+  R *lse, *delta;                // base 2; dO . O - dLSE
+  R* slope_sum;                  // sum of dZ * distance
   bool *q_poison, *dout_poison;  // rows left out of q and dout because they are not finite
 
   QueryData(Arena& arena, const Problem& p) {
@@ -209,8 +209,7 @@ struct BackwardItem {
         if (staged) at.bias = load(s.addend + where);
         if (natural) {
           if (variant.has_slopes) {
-            at.distance =
-                VectorArith<R>::abs(position - splat<R>(static_cast<R>(key_begin + key)));
+            at.distance = VectorArith<R>::abs(position - splat<R>(static_cast<R>(key_begin + key)));
           }
           const Dual<V> z = score(variant, Dual<V>{score_2, one}, at);
           score_2 = to_base_2<R>(z.value);
@@ -249,13 +248,17 @@ struct BackwardItem {
   }
 
   // What the matrix products left out because it is not finite, for the pairs that see each other.
-  void add_poisoned(const QueryTile& tile, std::int64_t key_begin, int num_keys,
+  void add_poisoned(const QueryTile& tile, std::int64_t tile_begin, KeyCut cut,
                     const PoisonList& poison, const R* addend, const QueryData<R>& x) {
+    const std::int64_t key_begin = tile_begin + cut.first;
+    const int num_keys = cut.count;
     const int width = tile.vectors * kWidth<R>;
     const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
     for (int idx = 0; want_dq && idx < poison.count; ++idx) {
-      const int key = poison.keys[idx];
-      load_row(s.row, p.k.at(heads.b, seq.k_begin + key_begin + key, heads.kv_head), p.k.dtype, p.k.dim, p.dim);
+      const int key = poison.keys[idx] - cut.first;
+      if (key < 0 || key >= num_keys) continue;
+      load_row(s.row, p.k.at(heads.b, seq.k_begin + key_begin + key, heads.kv_head), p.k.dtype,
+               p.k.dim, p.dim);
       for (int lane = 0; lane < tile.rows; ++lane) {
         if (!lane_sees(s.lanes, addend, width, lane, key)) continue;
         const R dx = s.dscores[key * width + lane];
@@ -283,19 +286,23 @@ struct BackwardItem {
     }
   }
 
-  // One (query tile, key tile). False when no row sees any key of it.
+  // One (query tile, key tile). Returns the keys that were attended to; s.dz holds their dZ.
   template <int N>
-  bool attend(const QueryTile& tile, std::int64_t key_begin, int num_keys, std::int64_t panel,
-              const QueryData<R>& x) {
+  KeyCut attend(const QueryTile& tile, std::int64_t tile_begin, int tile_keys, std::int64_t panel,
+                const QueryData<R>& x) {
     constexpr int kRow = N * kWidth<R>;
     const Tiles& t = call.tiles;
-    const TileClass band =
-        tile_class(p.variant, seq.used, tile.query_begin(), tile.query_end(), key_begin, key_begin + num_keys);
-    if (band == TileClass::kEmpty) return false;
+    const KeyCut cut = cut_keys(p, tile, tile_begin, tile_keys);
+    if (cut.count == 0) return {0, 0};
+    const std::int64_t key_begin = tile_begin + cut.first;
+    const int num_keys = cut.count;
+    const TileClass band = tile_class(p.variant, seq.used, tile.query_begin(), tile.query_end(),
+                                      key_begin, key_begin + num_keys);
+    if (band == TileClass::kEmpty) return {0, 0};
     TileClass options = TileClass::kFull;
     if (p.bias || p.mask) {
       options = stage_addend(p, tile, key_begin, num_keys, s.lanes, s.row, s.addend);
-      if (options == TileClass::kEmpty) return false;
+      if (options == TileClass::kEmpty) return {0, 0};
     }
     const PoisonList poison{s.poison_counts[panel], s.poison_keys + panel * t.keys};
     // A tile with lanes to spare hides them like a border does.
@@ -304,10 +311,10 @@ struct BackwardItem {
     set_intervals(p, tile, key_begin, num_keys, s.lanes);
     const std::int64_t panel_keys = round_up(t.keys, kPanel);
     Vec<R> unused[N] = {};
-    score_product<R, N>(s.k_panels + panel * panel_keys * p.dim, x.qt, p.dim, num_keys, s.weights,
-                        unused);
-    score_product<R, N>(s.v_panels + panel * panel_keys * p.dim_v, x.dot, p.dim_v, num_keys,
-                        s.dscores, unused);
+    score_product<R, N>(s.k_panels + (panel * panel_keys + cut.first) * p.dim, x.qt, p.dim,
+                        num_keys, s.weights, unused);
+    score_product<R, N>(s.v_panels + (panel * panel_keys + cut.first) * p.dim_v, x.dot, p.dim_v,
+                        num_keys, s.dscores, unused);
     if (p.variant.dropout()) {
       draw_dropout(p, tile, key_begin, num_keys, s.lanes, s.dropout);
     }
@@ -324,14 +331,15 @@ struct BackwardItem {
     if (want_dq) {
       Vec<R> keep[N];
       for (int n = 0; n < N; ++n) keep[n] = splat<R>(R(1));
-      value_product<R, N>(s.kt_panels + panel * t.keys * round_up(p.dim, kPanel), t.keys,
-                          s.dscores, p.dim, num_keys, keep, x.dqt);
+      value_product<R, N>(
+          s.kt_panels + panel * t.keys * round_up(p.dim, kPanel) + cut.first * kPanel, t.keys,
+          s.dscores, p.dim, num_keys, keep, x.dqt);
     }
-    add_poisoned(tile, key_begin, num_keys, poison, add ? s.addend : nullptr, x);
-    return true;
+    add_poisoned(tile, tile_begin, cut, poison, add ? s.addend : nullptr, x);
+    return cut;
   }
-  bool attend_any(const QueryTile& tile, std::int64_t key_begin, int num_keys, std::int64_t panel,
-                  const QueryData<R>& x) {
+  KeyCut attend_any(const QueryTile& tile, std::int64_t key_begin, int num_keys, std::int64_t panel,
+                    const QueryData<R>& x) {
     if constexpr (kTileVectors == 3) {
       if (tile.vectors == 3) return attend<3>(tile, key_begin, num_keys, panel, x);
     }
@@ -373,8 +381,8 @@ struct BackwardItem {
       load_queries(q, s.query_data(p, idx));
       if (sink_sums) add_sinks(q, s.query_data(p, idx), sink_sums);
     }
-    const TileRange all = kv_range(p.variant, seq.used, row_begin / heads.group,
-                                   (row_end - 1) / heads.group + 1);
+    const TileRange all =
+        kv_range(p.variant, seq.used, row_begin / heads.group, (row_end - 1) / heads.group + 1);
     const std::int64_t last = round_up(all.end, t.keys);
     const std::int64_t end = last < seq.used.k ? last : seq.used.k;
     for (std::int64_t super = all.begin / t.keys * t.keys; super < end; super += t.super_keys) {
@@ -386,8 +394,9 @@ struct BackwardItem {
         set_lanes(p, q, s.lanes);
         for (std::int64_t j = super; j < key_end; j += t.keys) {
           const int count = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
-          if (attend_any(q, j, count, (j - super) / t.keys, x) && call.wants.bias_in_main_pass()) {
-            store_bias_gradient(q, j, count);
+          const KeyCut cut = attend_any(q, j, count, (j - super) / t.keys, x);
+          if (cut.count > 0 && call.wants.bias_in_main_pass()) {
+            store_bias_gradient(q, j + cut.first, cut.count);
           }
         }
       }
@@ -416,7 +425,8 @@ struct BackwardItem {
       for (std::int64_t x = begin * dim; x < end * dim; ++x) dk[x] = R(0);
       for (std::int64_t x = begin * dim_v; x < end * dim_v; ++x) dv[x] = R(0);
     }
-    const std::int64_t at = ((heads.b * p.heads_k + heads.kv_head) * call.num_chunks + idx) * p.group;
+    const std::int64_t at =
+        ((heads.b * p.heads_k + heads.kv_head) * call.num_chunks + idx) * p.group;
     const std::int64_t step = kPassTiles * kLanes<R>;
     for (std::int64_t r = i0 * p.group; r < i1 * p.group; r += step) {
       const std::int64_t row_end = r + step < i1 * p.group ? r + step : i1 * p.group;
@@ -462,8 +472,15 @@ void backward_item(const BackwardCall& call, std::int64_t index, int worker) {
   BackwardScratch<R> s(arena, p, call.tiles, call.wants.dkv && !by_chunk, totals,
                        call.wants.bias_in_main_pass());
   const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
-  BackwardItem<R> work{call, p, s, head_group(p, item.b, item.kv_head), seq, nullptr,
-                       nullptr, bool(call.t.dq), call.wants.bias_in_main_pass()};
+  BackwardItem<R> work{call,
+                       p,
+                       s,
+                       head_group(p, item.b, item.kv_head),
+                       seq,
+                       nullptr,
+                       nullptr,
+                       bool(call.t.dq),
+                       call.wants.bias_in_main_pass()};
   if (by_chunk) {  // item.row_begin is the chunk
     if (call.wants.dkv) {
       R* sums = reinterpret_cast<R*>(call.chunk_sums);

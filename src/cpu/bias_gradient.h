@@ -33,7 +33,8 @@ struct BiasGradientItem {
   const BackwardCall& call;
   const Problem& p;
   BackwardScratch<R>& s;
-  R* sums;  // [key][lane], the tile; broadcast axes are folded modulo its size and summed at the end
+  R* sums;  // [key][lane], the tile; broadcast axes are folded modulo its size and summed at the
+            // end
 
   // Adds dZ of one head over queries [i_begin, i_end) and keys [j_begin, j_end).
   void add_head(std::int64_t b, std::int64_t h, std::int64_t i_begin, std::int64_t i_end,
@@ -51,11 +52,11 @@ struct BiasGradientItem {
         const QueryTile tile = work.tile(i, i_end);
         set_lanes(p, tile, s.lanes);
         if (!one_tile || j == j_begin) work.load_queries(tile, x);
-        if (!work.attend_any(tile, j, count, 0, x)) continue;
+        const KeyCut cut = work.attend_any(tile, j, count, 0, x);
         const int width = tile.vectors * kWidth<R>;
-        for (int key = 0; key < count; ++key) {
+        for (int key = 0; key < cut.count; ++key) {
           for (int lane = 0; lane < tile.rows; ++lane) {
-            sums[key * kLanes<R> + lane] += s.dz[key * width + lane];
+            sums[(cut.first + key) * kLanes<R> + lane] += s.dz[key * width + lane];
           }
         }
       }
@@ -77,8 +78,8 @@ struct BiasGradientItem {
     for (std::int64_t x = 0; x < std::int64_t{keys} * kLanes<R>; ++x) sums[x] = R(0);
 
     const bool all_batches = g.extent[0] == 1, all_heads = g.extent[1] == 1;
-    for (std::int64_t b = all_batches ? 0 : bias_batch; b < (all_batches ? p.batch : bias_batch + 1);
-         ++b) {
+    for (std::int64_t b = all_batches ? 0 : bias_batch;
+         b < (all_batches ? p.batch : bias_batch + 1); ++b) {
       for (std::int64_t h = all_heads ? 0 : bias_head; h < (all_heads ? p.heads_q : bias_head + 1);
            ++h) {
         add_head(b, h, i0, i1, j0, j1);

@@ -173,13 +173,14 @@ struct ForwardItem {
   }
 
   // Values that are not finite reach the rows that see their key, and no other.
-  void add_poisoned(const QueryTile& tile, std::int64_t key_begin, const PoisonList& poison,
-                    const R* addend, R* out) {
+  void add_poisoned(const QueryTile& tile, std::int64_t tile_begin, KeyCut cut,
+                    const PoisonList& poison, const R* addend, R* out) {
     const int width = tile.vectors * kWidth<R>;
     for (int idx = 0; idx < poison.count; ++idx) {
-      const int key = poison.keys[idx];
-      load_row(s.row, p.v.at(heads.b, seq.k_begin + key_begin + key, heads.kv_head), p.v.dtype, p.v.dim,
-               p.dim_v);
+      const int key = poison.keys[idx] - cut.first;
+      if (key < 0 || key >= cut.count) continue;
+      load_row(s.row, p.v.at(heads.b, seq.k_begin + tile_begin + cut.first + key, heads.kv_head),
+               p.v.dtype, p.v.dim, p.dim_v);
       for (int lane = 0; lane < tile.rows; ++lane) {
         if (!lane_sees(s.lanes, addend, width, lane, key)) continue;
         const R weight = s.scores[key * width + lane];
@@ -189,11 +190,15 @@ struct ForwardItem {
   }
 
   template <int N>
-  void attend(const QueryTile& tile, std::int64_t key_begin, int num_keys, std::int64_t panel,
+  void attend(const QueryTile& tile, std::int64_t tile_begin, int tile_keys, std::int64_t panel,
               const R* qt, R* out, R* ref, R* sum) {
     const Tiles& t = call.tiles;
-    const std::int64_t key_end = key_begin + num_keys;
-    const TileClass band = tile_class(p.variant, seq.used, tile.query_begin(), tile.query_end(), key_begin, key_end);
+    const KeyCut cut = cut_keys(p, tile, tile_begin, tile_keys);
+    if (cut.count == 0) return;
+    const std::int64_t key_begin = tile_begin + cut.first;
+    const int num_keys = cut.count;
+    const TileClass band = tile_class(p.variant, seq.used, tile.query_begin(), tile.query_end(),
+                                      key_begin, key_begin + num_keys);
     if (band == TileClass::kEmpty) return;
     const bool staged = p.bias || p.mask;
     TileClass options = TileClass::kFull;
@@ -207,8 +212,8 @@ struct ForwardItem {
 
     Vec<R> top[N], keep[N];
     for (int n = 0; n < N; ++n) top[n] = splat<R>(kEmpty<R>);
-    score_product<R, N>(s.k_panels + panel * round_up(t.keys, kPanel) * p.dim, qt, p.dim, num_keys,
-                        s.scores, top);
+    score_product<R, N>(s.k_panels + (panel * round_up(t.keys, kPanel) + cut.first) * p.dim, qt,
+                        p.dim, num_keys, s.scores, top);
     const bool add = p.variant.has_bias || options == TileClass::kPartial;
     if (border || add || !p.variant.scale_only()) {
       modify<N>(num_keys, border, add, key_begin, top);
@@ -218,10 +223,11 @@ struct ForwardItem {
       draw_dropout(p, tile, key_begin, num_keys, s.lanes, s.dropout);
       for (int x = 0; x < num_keys * N * kWidth<R>; ++x) s.scores[x] *= s.dropout[x];
     }
-    value_product<R, N>(s.v_panels + panel * t.keys * round_up(p.dim_v, kPanel), t.keys, s.scores,
-                        p.dim_v, num_keys, keep, out);
+    value_product<R, N>(
+        s.v_panels + panel * t.keys * round_up(p.dim_v, kPanel) + cut.first * kPanel, t.keys,
+        s.scores, p.dim_v, num_keys, keep, out);
     if (poison.count > 0) {
-      add_poisoned(tile, key_begin, poison, add ? s.addend : nullptr, out);
+      add_poisoned(tile, tile_begin, cut, poison, add ? s.addend : nullptr, out);
     }
   }
 
@@ -254,7 +260,8 @@ struct ForwardItem {
       R* row = s.rows + lane * step;
       const R divisor = empty ? R(1) : sum[lane];
       for (std::int64_t d = 0; d < p.dim_v; ++d) row[d] = row[d] * kept / divisor;
-      store_row(call.out.at(heads.b, seq.q_begin + i, h), call.out.dtype, call.out.dim, row, p.dim_v);
+      store_row(call.out.at(heads.b, seq.q_begin + i, h), call.out.dtype, call.out.dim, row,
+                p.dim_v);
       if (call.lse) {
         const double log2_sum = static_cast<double>(ref[lane]) + std::log2(double{sum[lane]});
         call.lse.store(heads.b, h, seq.q_begin + i, empty ? kEmpty<double> : log2_sum * kLn2);
@@ -275,8 +282,8 @@ struct ForwardItem {
       load_queries(tile(row_begin + idx * kLanes<R>, row_end), s.qt + idx * s.qt_size,
                    s.out + idx * s.out_size, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
     }
-    const TileRange all = kv_range(p.variant, seq.used, row_begin / heads.group,
-                                   (row_end - 1) / heads.group + 1);
+    const TileRange all =
+        kv_range(p.variant, seq.used, row_begin / heads.group, (row_end - 1) / heads.group + 1);
     const std::int64_t first = all.begin / t.keys * t.keys;
     for (std::int64_t super = first; super < all.end; super += t.super_keys) {
       const std::int64_t super_end =
@@ -330,8 +337,12 @@ void forward_item(const ForwardCall& call, std::int64_t index, int worker) {
   Arena arena(call.scratch + static_cast<std::size_t>(worker) * call.scratch_bytes);
   const std::int64_t tiles = (item.row_end - item.row_begin + kLanes<R> - 1) / kLanes<R>;
   ForwardScratch<R> scratch(arena, p, call.tiles, tiles);
-  ForwardItem<R> work{call, p, scratch, head_group(p, item.b, item.kv_head),
-                      p.sequences[static_cast<std::size_t>(item.b)], nullptr};
+  ForwardItem<R> work{call,
+                      p,
+                      scratch,
+                      head_group(p, item.b, item.kv_head),
+                      p.sequences[static_cast<std::size_t>(item.b)],
+                      nullptr};
   const bool extreme = work.run(item.row_begin, item.row_end);
   if constexpr (sizeof(R) == 4) {
     if (extreme) redo_extreme_rows(call, item, scratch, arena);

@@ -13,8 +13,8 @@ static std::size_t backward_scratch(const Problem& p, const Tiles& t, const Back
                                     bool by_chunk, std::int64_t num_chunks) {
   const auto bytes = [&]<class R>(R) {
     Arena main(nullptr);
-    BackwardScratch<R>(main, p, t, wants.dkv && !by_chunk,
-                       wants.dkv && !by_chunk && num_chunks > 1, wants.bias_in_main_pass());
+    BackwardScratch<R>(main, p, t, wants.dkv && !by_chunk, wants.dkv && !by_chunk && num_chunks > 1,
+                       wants.bias_in_main_pass());
     Arena bias(nullptr);
     BackwardScratch<R>(bias, p, t, false, false, true);
     bias.take<R>(std::int64_t{t.keys} * kLanes<R>);

@@ -134,8 +134,8 @@ struct Exp2<float> {
   static constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   static constexpr int kShift = 23;
   // Minimax in relative error, 1.1e-7 with these rounded coefficients.
-  static constexpr float kCoefficients[] = {0.0013264727f, 0.009671513f, 0.055507336f,
-                                            0.24022242f, 0.693147f};
+  static constexpr float kCoefficients[] = {0.0013264727f, 0.009671513f, 0.055507336f, 0.24022242f,
+                                            0.693147f};
 };
 template <>
 struct Exp2<double> {
@@ -177,7 +177,8 @@ inline Vec<R> exp2(Vec<R> x) {
   const Vec<R> p = exp2_fraction<R>(y - (shifted - splat<R>(E::kMagic)));
   // The low bits of `shifted` are n; moved up and added to those of 1 they become 2^n.
   const Vec<R> one = splat<R>(R(1));
-  const IntVec<R> power = (std::bit_cast<IntVec<R>>(shifted) << E::kShift) + std::bit_cast<IntVec<R>>(one);
+  const IntVec<R> power =
+      (std::bit_cast<IntVec<R>>(shifted) << E::kShift) + std::bit_cast<IntVec<R>>(one);
   return x < splat<R>(E::kLow) ? Vec<R>{} : p * std::bit_cast<Vec<R>>(power);
 }
 
@@ -220,16 +221,18 @@ inline void load_row(R* to, const void* from, DType dtype, std::int64_t stride,
       return load_with(to, count, stride,
                        [p = static_cast<const float*>(from)](std::int64_t i) { return p[i]; });
     case DType::kBFloat16:
-      return load_with(to, count, stride, [p = static_cast<const std::uint16_t*>(from)](
-                                              std::int64_t i) { return bfloat16_to_float(p[i]); });
+      return load_with(to, count, stride,
+                       [p = static_cast<const std::uint16_t*>(from)](std::int64_t i) {
+                         return bfloat16_to_float(p[i]);
+                       });
     case DType::kFloat16: {
       const auto* p = static_cast<const std::uint16_t*>(from);
       std::int64_t d = 0;
 #if defined(__AVX512F__)
       if constexpr (sizeof(R) == 4) {
         for (; stride == 1 && d + 16 <= count; d += 16) {
-          _mm512_storeu_ps(to + d, _mm512_cvtph_ps(_mm256_loadu_si256(
-                                       reinterpret_cast<const __m256i*>(p + d))));
+          _mm512_storeu_ps(
+              to + d, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + d))));
         }
       }
 #elif defined(__AVX2__)
@@ -240,9 +243,8 @@ inline void load_row(R* to, const void* from, DType dtype, std::int64_t stride,
         }
       }
 #endif
-      return load_with(to + d, count - d, stride, [p = p + d * stride](std::int64_t i) {
-        return float16_to_float(p[i]);
-      });
+      return load_with(to + d, count - d, stride,
+                       [p = p + d * stride](std::int64_t i) { return float16_to_float(p[i]); });
     }
     case DType::kFloat64:
       return load_with(to, count, stride,

@@ -170,12 +170,11 @@ Current*& current_slot() {
 // Threads do not survive fork; the child starts with a pool of its own and forgets the parent's.
 void forget_in_child() {
 #if defined(__linux__)
-  static const int registered =
-      pthread_atfork(nullptr, nullptr, [] {
-        const int wanted = current_slot()->wanted;
-        current_slot() = new Current;
-        current_slot()->wanted = wanted;
-      });
+  static const int registered = pthread_atfork(nullptr, nullptr, [] {
+    const int wanted = current_slot()->wanted;
+    current_slot() = new Current;
+    current_slot()->wanted = wanted;
+  });
   (void)registered;
 #endif
 }

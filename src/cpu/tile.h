@@ -21,7 +21,7 @@ inline constexpr int kPanel = 6, kTileVectors = 2, kOuterRows = 4, kOuterVectors
 #endif
 
 template <class R>
-inline constexpr int kLanes = kTileVectors * kWidth<R>;
+inline constexpr int kLanes = kTileVectors* kWidth<R>;
 
 static inline std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
@@ -112,17 +112,17 @@ inline void value_product(const R* panel, int panel_keys, const R* weights, std:
   constexpr int kRow = N * kWidth<R>;
   for (std::int64_t first = 0; first < dim; first += kPanel) {
     R* to = sum + first * kRow;
-    product<R, kPanel, N>(
-        panel + first * panel_keys, 1, kPanel, weights, kRow, num_keys, [&](auto& acc) {
+    product<R, kPanel, N>(panel + first * panel_keys, 1, kPanel, weights, kRow, num_keys,
+                          [&](auto& acc) {
 #pragma GCC unroll 16
-          for (int m = 0; m < kPanel; ++m) {
+                            for (int m = 0; m < kPanel; ++m) {
 #pragma GCC unroll 16
-            for (int n = 0; n < N; ++n) {
-              R* at = to + m * kRow + n * kWidth<R>;
-              store(at, fma(load(at), keep[n], acc[m][n]));
-            }
-          }
-        });
+                              for (int n = 0; n < N; ++n) {
+                                R* at = to + m * kRow + n * kWidth<R>;
+                                store(at, fma(load(at), keep[n], acc[m][n]));
+                              }
+                            }
+                          });
   }
 }
 
@@ -229,7 +229,7 @@ inline constexpr int kPanelRows = 8, kPanelSlack = 8;
 // the value panel and listed: the matrix product would carry 0 * NaN to rows that do not see it.
 struct PoisonList {
   int count;
-  int* keys;
+  int* keys;  // relative to the tile
 };
 
 // `rows` holds kPanelRows rows of `dim`, padded to a whole number of vectors.
@@ -278,8 +278,8 @@ inline void pack_value_panel(const Rows& from, std::int64_t b, std::int64_t firs
 // The rows of one query tile and which keys each may see.
 template <class R>
 struct LaneFacts {
-  std::int64_t* query;  // local query index per lane
-  std::int64_t* head;   // query head per lane
+  std::int64_t* query;          // local query index per lane
+  std::int64_t* head;           // query head per lane
   Int<R>*first_key, *last_key;  // [first, last) relative to the current key tile; lanes without a
                                 // row have an empty interval
   R* slope;
@@ -332,6 +332,20 @@ inline void set_lanes(const Problem& p, const QueryTile& tile, LaneFacts<R>& lan
       lanes.position[lane] = static_cast<R>(lanes.query[lane] + used.k - used.q);
     }
   }
+}
+
+// The part of a key tile that the band leaves to some row of the query tile: whole panels at the
+// front, exact at the end. What is cut off has weight 0 in every row, so no result changes.
+struct KeyCut {
+  int first, count;
+};
+static inline KeyCut cut_keys(const Problem& p, const QueryTile& tile, std::int64_t key_begin,
+                              int num_keys) {
+  const Lengths used = p.sequences[static_cast<std::size_t>(tile.heads.b)].used;
+  const TileRange seen = kv_range(p.variant, used, tile.query_begin(), tile.query_end());
+  const std::int64_t first = clamp(seen.begin - key_begin, 0, num_keys) / kPanel * kPanel;
+  const std::int64_t last = clamp(seen.end - key_begin, first, num_keys);
+  return {static_cast<int>(first), static_cast<int>(last - first)};
 }
 
 // The interval of each lane inside key tile [key_begin, key_begin + num_keys).
