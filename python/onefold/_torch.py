@@ -41,25 +41,24 @@ _FORWARD_MODE = (
 def prepare(question: Arguments) -> Arguments:
     """Checks types and devices, makes tensors of index lists, follows autocast, draws a seed."""
     ready = list(question)
-    device = ready[0].device
     for i in INDEX_ARRAYS:
         if isinstance(ready[i], (list, tuple)):
             indices = index_list(NAMES[i], ready[i])
-            ready[i] = torch.tensor(indices, dtype=torch.int64, device=device)
+            ready[i] = torch.tensor(indices, dtype=torch.int64, device=ready[0].device)
     for i in range(NUM_ARRAYS):
-        _check_tensor(NAMES[i], ready[i], optional=i >= 3)
-    _autocast(ready)
+        if ready[i] is not None or i < 3:
+            _check_tensor(NAMES[i], ready[i])
+    if torch.is_autocast_enabled("cpu"):
+        _autocast(ready)
     if ready[SEED] is None and ready[DROPOUT_P] > 0:
-        ready[SEED] = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+        ready[SEED] = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=ready[0].device)
     return tuple(ready)
 
 
-def _check_tensor(name: str, tensor: Any, optional: bool = False) -> None:
-    if tensor is None and optional:
-        return
+def _check_tensor(name: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
         raise type_error(name, tensor, "a torch.Tensor, as q is one,")
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise NotImplementedError(
             f"{name} is on {tensor.device}: this version computes on the CPU only, so move it "
             "there with .cpu()"
@@ -68,8 +67,6 @@ def _check_tensor(name: str, tensor: Any, optional: bool = False) -> None:
 
 def _autocast(ready: list[Any]) -> None:
     """q, k and v in autocast's dtype, as torch's own attention casts them; float64 stays."""
-    if not torch.is_autocast_enabled("cpu"):
-        return
     dtype = torch.get_autocast_dtype("cpu")
     for i in range(3):
         if ready[i].is_floating_point() and ready[i].dtype != torch.float64:
