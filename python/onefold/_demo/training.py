@@ -1,0 +1,135 @@
+"""Trains one transformer per attention in lockstep: the same first weights, the same batches.
+
+The models take turns at every step, in rotating order, so that whatever else the machine does meets
+all of them alike.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from onefold._demo.transformer import Attention, Config, Transformer
+
+TEXT = Path(__file__).with_name("pride_and_prejudice.txt")
+
+# Chosen by trying a dozen settings on two cores: the lowest loss after half a minute of training.
+SEQUENCES = 2  # per batch, each as long as the model's context
+LEARNING_RATE = 3e-3
+WARM_UP_STEPS = 40
+
+
+class Corpus:
+    """A text as character numbers, and windows drawn from it."""
+
+    def __init__(self, text: str) -> None:
+        self.alphabet = sorted(set(text))
+        self.numbers = {character: number for number, character in enumerate(self.alphabet)}
+        self.tokens = self.encode(text)
+
+    def encode(self, text: str) -> Tensor:
+        return torch.tensor([self.numbers[character] for character in text])
+
+    def decode(self, tokens: Tensor) -> str:
+        return "".join(self.alphabet[number] for number in tokens.tolist())
+
+    def batches(self, context: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Endless pairs (tokens, targets), int64 [SEQUENCES, context]; targets are one ahead."""
+        generator = torch.Generator().manual_seed(seed)
+        window = torch.arange(context + 1)
+        while True:
+            last_start = len(self.tokens) - context - 1
+            start = torch.randint(last_start + 1, (SEQUENCES, 1), generator=generator)
+            tokens = self.tokens[start + window]
+            yield tokens[:, :-1], tokens[:, 1:]
+
+
+class Trainee:
+    """A model with its optimiser, and how long each of its steps took."""
+
+    def __init__(self, config: Config, attention: Attention, seed: int, steps: int) -> None:
+        self.model = Transformer(config, attention, seed)
+        self.optimiser = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=LEARNING_RATE,
+            betas=(0.9, 0.99),
+            weight_decay=0.0,
+            fused=True,
+        )
+        warm_up = min(WARM_UP_STEPS, max(1, steps // 4))
+
+        def schedule(step: int) -> float:  # a linear rise, then half a cosine down to a tenth
+            cosine = 0.5 * (1.0 + math.cos(math.pi * step / steps))
+            return min(1.0, (step + 1) / warm_up) * (0.1 + 0.9 * cosine)
+
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimiser, schedule)
+        self.seconds: list[float] = []
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """One update; returns the loss of every token before it, [B, S]."""
+        start = time.perf_counter()
+        losses = self.model.losses(tokens, targets)
+        self.optimiser.zero_grad()
+        losses.mean().backward()
+        self.optimiser.step()
+        self.schedule.step()
+        self.seconds.append(time.perf_counter() - start)
+        return losses.detach()
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step showed: mean loss by attention, and how far apart each pair of models is.
+
+    A distance is the root mean square, over the tokens of the batch, of the difference of their
+    losses in nats.
+    """
+
+    losses: dict[str, float]
+    distances: dict[tuple[str, str], float]
+
+
+def compare(losses: Mapping[str, Tensor]) -> Step:
+    """losses: by attention, [B, S], before the same update."""
+    names = list(losses)
+    exact = {name: losses[name].double() for name in names}
+    # Two losses rounded to fp32 cannot be told apart below this: 2^-24 of their size.
+    resolution = 2.0**-24 * max(float(x.square().mean().sqrt()) for x in exact.values())
+    distances = {
+        (a, b): max(resolution, float((exact[a] - exact[b]).square().mean().sqrt()))
+        for i, a in enumerate(names)
+        for b in names[i + 1 :]
+    }
+    return Step({name: float(exact[name].mean()) for name in names}, distances)
+
+
+def train(trainees: Mapping[str, Trainee], corpus: Corpus, steps: int, seed: int) -> Iterator[Step]:
+    """Trains all of them for `steps` steps on the same batches; yields after each."""
+    names = list(trainees)
+    context = trainees[names[0]].model.config.context
+    for step, batch in zip(range(steps), corpus.batches(context, seed), strict=False):
+        turn = step % len(names)
+        losses = {name: trainees[name].step(*batch) for name in names[turn:] + names[:turn]}
+        yield compare({name: losses[name] for name in names})
+
+
+def captured_qkv(model: Transformer, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the last layer of `model` attends with: q [B, S, H, D], k and v [B, S, G, D]."""
+    attention = model.blocks[-1].attention.attention
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.append((q, k, v))
+        return attention(q, k, v)
+
+    copy = Transformer(model.config, spy, seed=0)
+    copy.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        copy(tokens)
+    return seen[-1]
