@@ -17,7 +17,19 @@ namespace onefold {
 // items that are chunks name the chunk in row_begin.
 struct Item {
   std::int64_t b, kv_head, row_begin, row_end;
+  // Forward: the keys it attends to, and where its state goes when others hold the rest (-1: it
+  // finishes the rows itself).
+  std::int64_t key_begin = 0, key_end = kUnbounded;
+  std::int64_t partial = -1;
+  bool first = true;  // of the stretches of one split
 };
+
+// Few rows against many keys: states of fixed stretches of keys, merged in ascending order.
+struct Split {
+  std::int64_t b, kv_head, rows;
+  std::int64_t first_partial, count;
+};
+inline constexpr std::int64_t kSplitRows = 16;  // at most; one query tile on every machine
 
 // Sizes that shape one call. `keys` fixes the order of additions and depends on the head dims
 // alone; `super_keys` (how many packed keys stay in cache) touches no result.
@@ -46,13 +58,16 @@ struct CpuFacts {
   std::size_t (*backward_scratch)(const Problem&, const Tiles&, const BackwardWants&, bool by_chunk,
                                   std::int64_t num_chunks) = nullptr;
   std::size_t (*chunk_bytes)(const Problem&) = nullptr;
+  std::size_t (*partial_bytes)(const Problem&) = nullptr;  // the state of kSplitRows rows
 };
 
 struct CpuWork {
   Tiles tiles;
   std::int64_t tiles_per_item = 1;
   std::vector<Item> items;
-  std::size_t scratch_bytes = 0;  // per worker
+  std::vector<Split> splits;       // forward: run after the items
+  std::size_t partials_bytes = 0;  // forward: their states
+  std::size_t scratch_bytes = 0;   // per worker
   int workers = 1;
 
   // Backward. Items are whole heads, or chunks of queries of one when heads are few.

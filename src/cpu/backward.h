@@ -311,10 +311,10 @@ struct BackwardItem {
     set_intervals(p, tile, key_begin, num_keys, s.lanes);
     const std::int64_t panel_keys = round_up(t.keys, kPanel);
     Vec<R> unused[N] = {};
-    score_product<R, N>(s.k_panels + (panel * panel_keys + cut.first) * p.dim, x.qt, p.dim,
-                        num_keys, s.weights, unused);
-    score_product<R, N>(s.v_panels + (panel * panel_keys + cut.first) * p.dim_v, x.dot, p.dim_v,
-                        num_keys, s.dscores, unused);
+    score_product<R, N, Layout::kPanels>(s.k_panels + (panel * panel_keys + cut.first) * p.dim, 0,
+                                         x.qt, p.dim, num_keys, s.weights, unused);
+    score_product<R, N, Layout::kPanels>(s.v_panels + (panel * panel_keys + cut.first) * p.dim_v, 0,
+                                         x.dot, p.dim_v, num_keys, s.dscores, unused);
     if (p.variant.dropout()) {
       draw_dropout(p, tile, key_begin, num_keys, s.lanes, s.dropout);
     }
@@ -331,7 +331,7 @@ struct BackwardItem {
     if (want_dq) {
       Vec<R> keep[N];
       for (int n = 0; n < N; ++n) keep[n] = splat<R>(R(1));
-      value_product<R, N>(
+      value_product<R, N, Layout::kPanels>(
           s.kt_panels + panel * t.keys * round_up(p.dim, kPanel) + cut.first * kPanel, t.keys,
           s.dscores, p.dim, num_keys, keep, x.dqt);
     }

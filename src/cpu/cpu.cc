@@ -129,8 +129,9 @@ void store_numbers(const Problem& p, const Numbers& to, const double* sums,
 
 CpuFacts facts(int threads) {
   const Kernels& k = *chosen().kernels;
-  return {chosen().name,  threads,           l2_bytes(),         k.lanes_float,
-          k.lanes_double, k.forward_scratch, k.backward_scratch, k.chunk_bytes};
+  return {chosen().name,      threads,        l2_bytes(),
+          k.lanes_float,      k.lanes_double, k.forward_scratch,
+          k.backward_scratch, k.chunk_bytes,  k.partial_bytes};
 }
 
 void run_forward(const Problem& p, const CpuWork& work, const Rows& out, const Numbers& lse,
@@ -144,10 +145,20 @@ void run_forward(const Problem& p, const CpuWork& work, const Rows& out, const N
     }
   }
   const Kernels& kernels = *chosen().kernels;
-  const ForwardCall call{&p,        work.tiles,        out, lse, work.items.data(),
-                         workspace, work.scratch_bytes};
+  ForwardCall call{};
+  call.problem = &p;
+  call.tiles = work.tiles;
+  call.out = out;
+  call.lse = lse;
+  call.items = work.items.data();
+  call.splits = work.splits.data();
+  call.partials = workspace;
+  call.scratch = workspace + work.partials_bytes;
+  call.scratch_bytes = work.scratch_bytes;
   for_each(executor, static_cast<std::int64_t>(work.items.size()),
            [&](std::int64_t idx, int worker) { kernels.forward(call, idx, worker); });
+  for_each(executor, static_cast<std::int64_t>(work.splits.size()),
+           [&](std::int64_t idx, int worker) { kernels.merge_split(call, idx, worker); });
 }
 
 void run_backward(const Problem& p, const CpuWork& work, const BackwardTensors& tensors,

@@ -37,8 +37,10 @@ struct ForwardScratch {
     const std::int64_t padded_v = round_up(p.dim_v, kPanel);
     qt_size = round_up(p.dim * kLanes<R>, 16);
     out_size = padded_v * kLanes<R>;
-    k_panels = arena.take<R>(key_tiles * panel_keys * p.dim + kPanelSlack);
-    v_panels = arena.take<R>(key_tiles * t.keys * padded_v);
+    // Either layout: panels, or rows padded to whole vectors.
+    k_panels = arena.take<R>(key_tiles * panel_keys * padded_dim<R>(p.dim) + kPanelSlack);
+    v_panels =
+        arena.take<R>(key_tiles * t.keys * (padded_v + padded_dim<R>(p.dim_v)) + kPanelSlack);
     poison_counts = arena.take<int>(key_tiles);
     poison_keys = arena.take<int>(t.super_keys);
     row = arena.take<R>(round_up(p.dim > padded_v ? p.dim : padded_v, 64) + t.keys);
@@ -62,12 +64,14 @@ struct ForwardItem {
   HeadGroup heads;
   Sequence seq;
   const bool* only;  // per row of the item: store this one (null: all)
+  bool single;       // one query tile: keys are used once, so they are not interleaved
 
   QueryTile tile(std::int64_t row_begin, std::int64_t row_end) const {
     return query_tile<R>(heads, row_begin, row_end);
   }
 
-  void load_queries(const QueryTile& tile, R* qt, R* out, R* ref, R* sum) {
+  // `with_sink`: the rows start from their sink; else empty.
+  void load_queries(const QueryTile& tile, bool with_sink, R* qt, R* out, R* ref, R* sum) {
     const int width = tile.vectors * kWidth<R>;
     const double factor = p.variant.scale * (p.variant.scale_only() ? kLog2E : 1.0);
     const std::int64_t step = padded_dim<R>(p.dim);
@@ -83,7 +87,7 @@ struct ForwardItem {
       }
       // An attention sink is one more key with value zero.
       Softmax<R> start;
-      if (p.sinks) {
+      if (p.sinks && with_sink) {
         const R sink = static_cast<R>(p.sinks.load(heads.b, s.lanes.head[lane]) * kLog2E);
         if (sink != kEmpty<R>) start = {std::ceil(sink), weight(sink, std::ceil(sink))};
       }
@@ -96,18 +100,33 @@ struct ForwardItem {
 
   void pack(std::int64_t key_begin, std::int64_t key_end) {
     const Tiles& t = call.tiles;
-    const std::int64_t padded_v = round_up(p.dim_v, kPanel);
     for (std::int64_t j = key_begin; j < key_end; j += t.keys) {
       const std::int64_t idx = (j - key_begin) / t.keys;
       const int count = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
-      pack_score_panel(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim, s.rows,
-                       s.k_panels + idx * round_up(t.keys, kPanel) * p.dim);
       PoisonList poison{0, s.poison_keys + idx * t.keys};
-      pack_value_panel(p.v, heads.b, seq.k_begin + j, heads.kv_head, count, t.keys, p.dim_v, s.row,
-                       s.v_panels + idx * t.keys * padded_v, poison);
+      const std::int64_t row = seq.k_begin + j;
+      if (single) {
+        pack_rows<R>(p.k, heads.b, row, heads.kv_head, count, p.dim, key_step(), k_tile(idx),
+                     nullptr);
+        pack_rows<R>(p.v, heads.b, row, heads.kv_head, count, p.dim_v, value_step(), v_tile(idx),
+                     &poison);
+      } else {
+        pack_score_panel(p.k, heads.b, row, heads.kv_head, count, p.dim, s.rows, k_tile(idx));
+        pack_value_panel(p.v, heads.b, row, heads.kv_head, count, t.keys, p.dim_v, s.row,
+                         v_tile(idx), poison);
+      }
       s.poison_counts[idx] = poison.count;
     }
   }
+  // Where key tile `idx` of the packed stretch starts, and the distance of rows in it.
+  std::int64_t key_step() const { return single ? padded_dim<R>(p.dim) : p.dim; }
+  std::int64_t value_step() const {
+    return single ? padded_dim<R>(p.dim_v) : round_up(p.dim_v, kPanel);
+  }
+  R* k_tile(std::int64_t idx) const {
+    return s.k_panels + idx * round_up(call.tiles.keys, kPanel) * key_step();
+  }
+  R* v_tile(std::int64_t idx) const { return s.v_panels + idx * call.tiles.keys * value_step(); }
 
   // Turns scale * q.k into base-2 scores of the variant and hides what is hidden.
   template <int N>
@@ -189,7 +208,7 @@ struct ForwardItem {
     }
   }
 
-  template <int N>
+  template <int N, Layout kLayout>
   void attend(const QueryTile& tile, std::int64_t tile_begin, int tile_keys, std::int64_t panel,
               const R* qt, R* out, R* ref, R* sum) {
     const Tiles& t = call.tiles;
@@ -212,8 +231,8 @@ struct ForwardItem {
 
     Vec<R> top[N], keep[N];
     for (int n = 0; n < N; ++n) top[n] = splat<R>(kEmpty<R>);
-    score_product<R, N>(s.k_panels + (panel * round_up(t.keys, kPanel) + cut.first) * p.dim, qt,
-                        p.dim, num_keys, s.scores, top);
+    score_product<R, N, kLayout>(k_tile(panel) + cut.first * key_step(), key_step(), qt, p.dim,
+                                 num_keys, s.scores, top);
     const bool add = p.variant.has_bias || options == TileClass::kPartial;
     if (border || add || !p.variant.scale_only()) {
       modify<N>(num_keys, border, add, key_begin, top);
@@ -223,36 +242,40 @@ struct ForwardItem {
       draw_dropout(p, tile, key_begin, num_keys, s.lanes, s.dropout);
       for (int x = 0; x < num_keys * N * kWidth<R>; ++x) s.scores[x] *= s.dropout[x];
     }
-    value_product<R, N>(
-        s.v_panels + panel * t.keys * round_up(p.dim_v, kPanel) + cut.first * kPanel, t.keys,
-        s.scores, p.dim_v, num_keys, keep, out);
+    const bool rows = kLayout == Layout::kRows;
+    value_product<R, N, kLayout>(v_tile(panel) + cut.first * (rows ? value_step() : kPanel),
+                                 rows ? value_step() : t.keys, s.scores, p.dim_v, num_keys, keep,
+                                 out);
     if (poison.count > 0) {
       add_poisoned(tile, tile_begin, cut, poison, add ? s.addend : nullptr, out);
     }
   }
 
+  template <int N>
+  void attend_as(const QueryTile& tile, std::int64_t key_begin, int num_keys, std::int64_t panel,
+                 const R* qt, R* out, R* ref, R* sum) {
+    single ? attend<N, Layout::kRows>(tile, key_begin, num_keys, panel, qt, out, ref, sum)
+           : attend<N, Layout::kPanels>(tile, key_begin, num_keys, panel, qt, out, ref, sum);
+  }
   void attend_any(const QueryTile& tile, std::int64_t key_begin, int num_keys, std::int64_t panel,
                   const R* qt, R* out, R* ref, R* sum) {
     if constexpr (kTileVectors == 3) {
       if (tile.vectors == 3) {
-        return attend<3>(tile, key_begin, num_keys, panel, qt, out, ref, sum);
+        return attend_as<3>(tile, key_begin, num_keys, panel, qt, out, ref, sum);
       }
     }
     if (tile.vectors == 2) {
-      return attend<2>(tile, key_begin, num_keys, panel, qt, out, ref, sum);
+      return attend_as<2>(tile, key_begin, num_keys, panel, qt, out, ref, sum);
     }
-    attend<1>(tile, key_begin, num_keys, panel, qt, out, ref, sum);
+    attend_as<1>(tile, key_begin, num_keys, panel, qt, out, ref, sum);
   }
 
-  // Divides and stores; tells whether some row must be done again in double.
-  bool finish(const QueryTile& tile, std::int64_t item_begin, const R* out, const R* ref,
-              const R* sum) {
-    const int width = tile.vectors * kWidth<R>;
+  // Divides s.rows and stores; tells whether some row must be done again in double.
+  bool finish(const QueryTile& tile, std::int64_t item_begin, const R* ref, const R* sum) {
     const R kept = static_cast<R>(p.variant.dropout() ? keep_scale(p.variant) : 1.0);
     const std::int64_t step = padded_dim<R>(p.dim_v);
     bool extreme = false;
     set_lanes(p, tile, s.lanes);
-    transpose(out, width, p.dim_v, tile.rows, s.rows, step);
     for (int lane = 0; lane < tile.rows; ++lane) {
       if (only && !only[tile.row_begin + lane - item_begin]) continue;
       const std::int64_t h = s.lanes.head[lane], i = s.lanes.query[lane];
@@ -274,22 +297,23 @@ struct ForwardItem {
     return sizeof(R) == 4 && p.bias && std::fabs(ref) > R(kExtremeLog2) && std::isfinite(ref);
   }
 
-  // True when some row is extreme.
-  bool run(std::int64_t row_begin, std::int64_t row_end) {
+  // Rows [row_begin, row_end) against keys [key_begin, key_end); the states are left in s.
+  void run(std::int64_t row_begin, std::int64_t row_end, std::int64_t key_begin,
+           std::int64_t key_limit, bool with_sink) {
     const Tiles& t = call.tiles;
     const std::int64_t num_tiles = (row_end - row_begin + kLanes<R> - 1) / kLanes<R>;
     for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
-      load_queries(tile(row_begin + idx * kLanes<R>, row_end), s.qt + idx * s.qt_size,
+      load_queries(tile(row_begin + idx * kLanes<R>, row_end), with_sink, s.qt + idx * s.qt_size,
                    s.out + idx * s.out_size, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
     }
     const TileRange all =
         kv_range(p.variant, seq.used, row_begin / heads.group, (row_end - 1) / heads.group + 1);
-    const std::int64_t first = all.begin / t.keys * t.keys;
-    for (std::int64_t super = first; super < all.end; super += t.super_keys) {
-      const std::int64_t super_end =
-          super + t.super_keys < seq.used.k ? super + t.super_keys : seq.used.k;
-      const std::int64_t pack_end = super_end < all.end ? super_end : round_up(all.end, t.keys);
-      const std::int64_t key_end = pack_end < super_end ? pack_end : super_end;
+    const std::int64_t first = (all.begin > key_begin ? all.begin : key_begin) / t.keys * t.keys;
+    // Whole tiles, so that a tile holds the same keys whoever attends to it.
+    std::int64_t end = round_up(all.end < key_limit ? all.end : key_limit, t.keys);
+    end = end < seq.used.k ? end : seq.used.k;
+    for (std::int64_t super = first; super < end; super += t.super_keys) {
+      const std::int64_t key_end = super + t.super_keys < end ? super + t.super_keys : end;
       pack(super, key_end);
       for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
         const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
@@ -301,18 +325,48 @@ struct ForwardItem {
         }
       }
     }
+  }
+
+  bool finish_all(std::int64_t row_begin, std::int64_t row_end) {
     bool extreme = false;
-    for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
-      extreme |= finish(tile(row_begin + idx * kLanes<R>, row_end), row_begin,
-                        s.out + idx * s.out_size, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
+    for (std::int64_t r = row_begin; r < row_end; r += kLanes<R>) {
+      const QueryTile q = tile(r, row_end);
+      const std::int64_t idx = (r - row_begin) / kLanes<R>;
+      transpose(s.out + idx * s.out_size, q.vectors * kWidth<R>, p.dim_v, q.rows, s.rows,
+                padded_dim<R>(p.dim_v));
+      extreme |= finish(q, row_begin, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
     }
     return extreme;
   }
 };
 
+// The state of up to kSplitRows rows against a stretch of keys, as it waits to be merged.
+template <class R>
+struct Partial {
+  R *out, *ref, *sum;  // out: [row][d], not yet divided
+
+  Partial(std::byte* at, const Problem& p) {
+    Arena arena(at);
+    lay_out(arena, p);
+  }
+  static std::size_t bytes(const Problem& p) {
+    Arena arena(nullptr);
+    Partial none(nullptr, p);
+    none.lay_out(arena, p);
+    return arena.used();
+  }
+
+ private:
+  void lay_out(Arena& arena, const Problem& p) {
+    out = arena.take<R>(kSplitRows * padded_dim<R>(p.dim_v));
+    ref = arena.take<R>(kSplitRows);
+    sum = arena.take<R>(kSplitRows);
+  }
+};
+
 // The rows of an item whose scores left the range of float, done again in double.
-static void redo_extreme_rows(const ForwardCall& call, const Item& item,
-                              const ForwardScratch<float>& done, Arena& arena) {
+static void redo_extreme_rows(const ForwardCall& call, const Item& item, const float* refs,
+                              Arena& arena) {
   const Problem& p = *call.problem;
   ForwardScratch<double> scratch(arena, p, call.tiles, 1);
   const Sequence& seq = p.sequences[static_cast<std::size_t>(item.b)];
@@ -320,13 +374,15 @@ static void redo_extreme_rows(const ForwardCall& call, const Item& item,
     const std::int64_t end = r + kLanes<double> < item.row_end ? r + kLanes<double> : item.row_end;
     bool only[kLanes<double>], any = false;
     for (std::int64_t lane = 0; lane < end - r; ++lane) {
-      const float ref = done.ref[r + lane - item.row_begin];
+      const float ref = refs[r + lane - item.row_begin];
       only[lane] = std::fabs(ref) > float(kExtremeLog2) && std::isfinite(ref);
       any |= only[lane];
     }
     if (!any) continue;
-    ForwardItem<double> again{call, p, scratch, head_group(p, item.b, item.kv_head), seq, only};
-    again.run(r, end);
+    ForwardItem<double> again{call, p,    scratch, head_group(p, item.b, item.kv_head),
+                              seq,  only, true};
+    again.run(r, end, 0, kUnbounded, true);
+    again.finish_all(r, end);
   }
 }
 
@@ -336,16 +392,61 @@ void forward_item(const ForwardCall& call, std::int64_t index, int worker) {
   const Item& item = call.items[index];
   Arena arena(call.scratch + static_cast<std::size_t>(worker) * call.scratch_bytes);
   const std::int64_t tiles = (item.row_end - item.row_begin + kLanes<R> - 1) / kLanes<R>;
-  ForwardScratch<R> scratch(arena, p, call.tiles, tiles);
-  ForwardItem<R> work{call,
-                      p,
-                      scratch,
-                      head_group(p, item.b, item.kv_head),
-                      p.sequences[static_cast<std::size_t>(item.b)],
-                      nullptr};
-  const bool extreme = work.run(item.row_begin, item.row_end);
+  ForwardScratch<R> s(arena, p, call.tiles, tiles);
+  const Sequence& seq = p.sequences[static_cast<std::size_t>(item.b)];
+  ForwardItem<R> work{call, p, s, head_group(p, item.b, item.kv_head), seq, nullptr, tiles == 1};
+  // The sink belongs to the whole row: of a split, the first stretch brings it.
+  const bool with_sink = item.partial < 0 || item.first;
+  work.run(item.row_begin, item.row_end, item.key_begin, item.key_end, with_sink);
+  if (item.partial >= 0) {
+    const std::size_t at = static_cast<std::size_t>(item.partial) * Partial<R>::bytes(p);
+    const Partial<R> partial(call.partials + at, p);
+    const std::int64_t rows = item.row_end - item.row_begin;
+    transpose(s.out, work.tile(0, rows).vectors * kWidth<R>, p.dim_v, rows, partial.out,
+              padded_dim<R>(p.dim_v));
+    for (std::int64_t r = 0; r < rows; ++r) {
+      partial.ref[r] = s.ref[r];
+      partial.sum[r] = s.sum[r];
+    }
+    return;
+  }
+  const bool extreme = work.finish_all(item.row_begin, item.row_end);
   if constexpr (sizeof(R) == 4) {
-    if (extreme) redo_extreme_rows(call, item, scratch, arena);
+    if (extreme) redo_extreme_rows(call, item, s.ref, arena);
+  }
+}
+
+template <class R>
+void merge_split_item(const ForwardCall& call, std::int64_t index, int worker) {
+  const Problem& p = *call.problem;
+  const Split& split = call.splits[index];
+  Arena arena(call.scratch + static_cast<std::size_t>(worker) * call.scratch_bytes);
+  ForwardScratch<R> s(arena, p, call.tiles, 1);
+  const std::int64_t step = padded_dim<R>(p.dim_v);
+  for (std::int64_t r = 0; r < split.rows; ++r) {
+    s.ref[r] = kEmpty<R>;
+    s.sum[r] = R(0);
+  }
+  for (std::int64_t x = 0; x < split.rows * step; ++x) s.rows[x] = R(0);
+  for (std::int64_t n = 0; n < split.count; ++n) {
+    const std::size_t at = static_cast<std::size_t>(split.first_partial + n) * Partial<R>::bytes(p);
+    const Partial<R> part(call.partials + at, p);
+    for (std::int64_t r = 0; r < split.rows; ++r) {
+      if (part.ref[r] == kEmpty<R>) continue;
+      const Weights<R> w = weigh(s.ref[r], part.ref[r]);
+      s.ref[r] = w.ref;
+      s.sum[r] = s.sum[r] * w.a + part.sum[r] * w.b;
+      R* row = s.rows + r * step;
+      for (std::int64_t d = 0; d < p.dim_v; ++d) {
+        row[d] = row[d] * w.a + part.out[r * step + d] * w.b;
+      }
+    }
+  }
+  const Sequence& seq = p.sequences[static_cast<std::size_t>(split.b)];
+  ForwardItem<R> work{call, p, s, head_group(p, split.b, split.kv_head), seq, nullptr, true};
+  const bool extreme = work.finish(work.tile(0, split.rows), 0, s.ref, s.sum);
+  if constexpr (sizeof(R) == 4) {
+    if (extreme) redo_extreme_rows(call, {split.b, split.kv_head, 0, split.rows}, s.ref, arena);
   }
 }
 

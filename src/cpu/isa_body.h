@@ -32,6 +32,13 @@ static void forward(const ForwardCall& call, std::int64_t item, int worker) {
   in_double(*call.problem) ? forward_item<double>(call, item, worker)
                            : forward_item<float>(call, item, worker);
 }
+static void merge_split(const ForwardCall& call, std::int64_t split, int worker) {
+  in_double(*call.problem) ? merge_split_item<double>(call, split, worker)
+                           : merge_split_item<float>(call, split, worker);
+}
+static std::size_t partial_bytes(const Problem& p) {
+  return in_double(p) ? Partial<double>::bytes(p) : Partial<float>::bytes(p);
+}
 static void backward(const BackwardCall& call, std::int64_t item, int worker) {
   in_double(*call.problem) ? backward_item<double>(call, item, worker)
                            : backward_item<float>(call, item, worker);
@@ -68,7 +75,8 @@ static double fma_probe(std::int64_t rounds) {
 }
 
 static constexpr Kernels kKernels{
-    kLanes<float>, kLanes<double>, forward_scratch_of, backward_scratch, chunk_bytes, forward,
-    backward,      reduce_chunks,  bias_items,         bias_gradient,    fma_probe};
+    kLanes<float>, kLanes<double>, forward_scratch_of, backward_scratch, chunk_bytes,
+    partial_bytes, forward,        merge_split,        backward,         reduce_chunks,
+    bias_items,    bias_gradient,  fma_probe};
 
 }  // namespace onefold::cpu::ONEFOLD_ISA

@@ -17,6 +17,8 @@ struct ForwardCall {
   Rows out;
   Numbers lse;
   const Item* items;
+  const Split* splits;
+  std::byte* partials;
   std::byte* scratch;  // per worker
   std::size_t scratch_bytes;
 };
@@ -44,8 +46,10 @@ struct Kernels {
   std::size_t (*backward_scratch)(const Problem&, const Tiles&, const BackwardWants&, bool by_chunk,
                                   std::int64_t num_chunks);
   std::size_t (*chunk_bytes)(const Problem&);
+  std::size_t (*partial_bytes)(const Problem&);
 
   void (*forward)(const ForwardCall&, std::int64_t item, int worker);
+  void (*merge_split)(const ForwardCall&, std::int64_t split, int worker);
   void (*backward)(const BackwardCall&, std::int64_t item, int worker);
   // Sums the chunks of keys [row_begin, row_end) of one head into dk and dv.
   void (*reduce_chunks)(const BackwardCall&, const Item& keys, int worker);

@@ -80,40 +80,48 @@ inline void product(const R* a, std::int64_t a_row, std::int64_t a_step, const R
   finish(acc);
 }
 
-// scores[key][lane] = sum_d K[key][d] * Qt[d][lane] for num_keys keys of a score panel; raises
-// top[lane] to their maximum while they are still in registers.
-template <class R, int N>
-inline void score_product(const R* panel, const R* qt, std::int64_t dim, int num_keys, R* scores,
-                          Vec<R> (&top)[N]) {
+// How keys lie in the packed stretch: interleaved panels, or plain rows when only one query tile
+// will read them. The arithmetic is the same.
+enum class Layout { kPanels, kRows };
+
+// scores[key][lane] = sum_d K[key][d] * Qt[d][lane] for num_keys keys; `row_step` is the distance
+// of rows in Layout::kRows. Raises top[lane] to their maximum while they are still in registers.
+template <class R, int N, Layout kLayout>
+inline void score_product(const R* keys, std::int64_t row_step, const R* qt, std::int64_t dim,
+                          int num_keys, R* scores, Vec<R> (&top)[N]) {
   constexpr int kRow = N * kWidth<R>;
+  constexpr bool kRows = kLayout == Layout::kRows;
   for (int first = 0; first < num_keys; first += kPanel) {
     const int valid = num_keys - first < kPanel ? num_keys - first : kPanel;
     R* to = scores + first * kRow;
-    product<R, kPanel, N>(panel + first * dim, 1, kPanel, qt, kRow, dim, [&](auto& acc) {
+    const R* from = keys + first * (kRows ? row_step : dim);
+    product<R, kPanel, N>(from, kRows ? row_step : 1, kRows ? 1 : kPanel, qt, kRow, dim,
+                          [&](auto& acc) {
 #pragma GCC unroll 16
-      for (int m = 0; m < kPanel; ++m) {
-        if (m >= valid) break;
+                            for (int m = 0; m < kPanel; ++m) {
+                              if (m >= valid) break;
 #pragma GCC unroll 16
-        for (int n = 0; n < N; ++n) {
-          store(to + m * kRow + n * kWidth<R>, acc[m][n]);
-          top[n] = max(top[n], acc[m][n]);
-        }
-      }
-    });
+                              for (int n = 0; n < N; ++n) {
+                                store(to + m * kRow + n * kWidth<R>, acc[m][n]);
+                                top[n] = max(top[n], acc[m][n]);
+                              }
+                            }
+                          });
   }
 }
 
 // sum[d][lane] = sum[d][lane] * keep[lane] + sum_key V[key][d] * weights[key][lane]. The tile's own
 // sum starts at zero and is added once: blocked summation at no cost. Rows of `sum` are padded to
-// kPanel.
-template <class R, int N>
-inline void value_product(const R* panel, int panel_keys, const R* weights, std::int64_t dim,
+// kPanel. `step` is the number of keys of a value panel, or the distance of rows.
+template <class R, int N, Layout kLayout>
+inline void value_product(const R* values, std::int64_t step, const R* weights, std::int64_t dim,
                           int num_keys, const Vec<R>* keep, R* sum) {
   constexpr int kRow = N * kWidth<R>;
+  constexpr bool kRows = kLayout == Layout::kRows;
   for (std::int64_t first = 0; first < dim; first += kPanel) {
     R* to = sum + first * kRow;
-    product<R, kPanel, N>(panel + first * panel_keys, 1, kPanel, weights, kRow, num_keys,
-                          [&](auto& acc) {
+    product<R, kPanel, N>(values + first * (kRows ? 1 : step), 1, kRows ? step : kPanel, weights,
+                          kRow, num_keys, [&](auto& acc) {
 #pragma GCC unroll 16
                             for (int m = 0; m < kPanel; ++m) {
 #pragma GCC unroll 16
@@ -251,6 +259,27 @@ inline void pack_score_panel(const Rows& from, std::int64_t b, std::int64_t firs
       transpose(rows, step, kPanelRows, dim, to, kPanel);
     } else {
       transpose(rows, step, kPanel, dim, to, kPanel);
+    }
+  }
+}
+
+// The same keys as plain rows of `step` elements; `poison` as below, null when not wanted. The rows
+// come from memory once, so those a few keys ahead are asked for early.
+template <class R>
+inline void pack_rows(const Rows& from, std::int64_t b, std::int64_t first_row, std::int64_t head,
+                      int count, std::int64_t dim, std::int64_t step, R* to, PoisonList* poison) {
+  constexpr int kAhead = 8, kLine = 64;
+  const std::int64_t row_bytes = dim * size_bytes(from.dtype);
+  if (poison) poison->count = 0;
+  for (int key = 0; key < count; ++key, to += step) {
+    if (key + kAhead < count && from.dim == 1) {
+      const std::byte* ahead = from.at(b, first_row + key + kAhead, head);
+      for (std::int64_t x = 0; x < row_bytes; x += kLine) __builtin_prefetch(ahead + x);
+    }
+    load_row(to, from.at(b, first_row + key, head), from.dtype, from.dim, dim);
+    if (poison && !all_finite(to, dim)) {
+      poison->keys[poison->count++] = key;
+      for (std::int64_t d = 0; d < dim; ++d) to[d] = R(0);
     }
   }
 }

@@ -10,6 +10,7 @@ namespace {
 constexpr int kKeyTile = 64;
 constexpr std::int64_t kMostTilesPerItem = 8;  // more would push the parked rows out of L2
 constexpr std::int64_t kItemsPerThread = 4;
+constexpr std::int64_t kSplitKeys = 1024;  // packs enough work into an item, splits 8k keys in 8
 constexpr std::int64_t kLeastChunk = 512;  // queries: packing K and V costs under 2 % of it
 constexpr std::int64_t kMostChunks = 8;    // so that private sums never grow with Sq x Sk
 
@@ -33,7 +34,27 @@ std::int64_t cost(const Problem& p, const Item& item) {
   const Sequence& s = p.sequences[static_cast<std::size_t>(item.b)];
   const TileRange keys =
       kv_range(p.variant, s.used, item.row_begin / p.group, (item.row_end - 1) / p.group + 1);
-  return (item.row_end - item.row_begin) * (keys.end - keys.begin);
+  return (item.row_end - item.row_begin) *
+         (std::min(keys.end, item.key_end) - std::max(keys.begin, item.key_begin));
+}
+
+// Few rows against many keys (decoding): stretches of kSplitKeys keys, whoever runs them. Returns
+// false when the rows see no more than one stretch.
+bool split_keys(const Problem& p, std::int64_t b, std::int64_t kv_head, CpuWork& w) {
+  const Sequence& s = p.sequences[static_cast<std::size_t>(b)];
+  const std::int64_t rows = s.used.q * p.group;
+  if (rows == 0 || rows > kSplitRows) return false;
+  const TileRange seen = kv_range(p.variant, s.used, 0, s.used.q);
+  const std::int64_t first = seen.begin / kSplitKeys, last = ceil_div(seen.end, kSplitKeys);
+  if (last - first < 2) return false;
+  const std::int64_t first_partial =
+      w.splits.empty() ? 0 : w.splits.back().first_partial + w.splits.back().count;
+  w.splits.push_back({b, kv_head, rows, first_partial, last - first});
+  for (std::int64_t n = first; n < last; ++n) {
+    w.items.push_back({b, kv_head, 0, rows, n * kSplitKeys, (n + 1) * kSplitKeys,
+                       first_partial + n - first, n == first});
+  }
+  return true;
 }
 
 }  // namespace
@@ -51,10 +72,16 @@ CpuWork plan_forward(const Problem& p, const CpuFacts& facts) {
   for (std::int64_t b = 0; b < p.batch; ++b) {
     const std::int64_t rows = p.sequences[static_cast<std::size_t>(b)].used.q * p.group;
     for (std::int64_t h = 0; h < p.heads_k; ++h) {
+      if (split_keys(p, b, h, w)) continue;
       for (std::int64_t r = 0; r < rows; r += step) {
         w.items.push_back({b, h, r, std::min(r + step, rows)});
       }
     }
+  }
+  if (!w.splits.empty()) {
+    const Split& last = w.splits.back();
+    w.partials_bytes =
+        static_cast<std::size_t>(last.first_partial + last.count) * facts.partial_bytes(p);
   }
   if (facts.threads > 1 && (p.variant.banded() || p.sequences.size() > 1)) {
     std::stable_sort(w.items.begin(), w.items.end(),
@@ -62,7 +89,7 @@ CpuWork plan_forward(const Problem& p, const CpuFacts& facts) {
   }
   w.workers = w.items.size() > 1 ? facts.threads : 1;
   w.scratch_bytes = facts.forward_scratch(p, w.tiles, w.tiles_per_item);
-  w.workspace_bytes = w.scratch_bytes * static_cast<std::size_t>(w.workers);
+  w.workspace_bytes = w.scratch_bytes * static_cast<std::size_t>(w.workers) + w.partials_bytes;
   return w;
 }
 
@@ -113,6 +140,9 @@ std::string describe_reasons(const Problem& p, const CpuWork& w, const CpuFacts&
   line("key tile ", w.tiles.keys, ": the same everywhere, so that results do not depend on caches");
   if (p.variant.banded()) {
     line("causal or window: key tiles outside the band are skipped, border tiles are masked");
+  }
+  if (!w.splits.empty()) {
+    line("few queries: keys are split into stretches of ", kSplitKeys, ", merged in order");
   }
   if (p.mask) line("mask: read in place, tiles that it hides entirely are skipped");
   if (p.bias) line("bias: read in place, added to every tile");
