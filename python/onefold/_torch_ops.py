@@ -60,9 +60,10 @@ def launch_forward(*question: Any, want_lse: bool = True) -> tuple[Tensor, Tenso
     return out, lse
 
 
-def launch_forward_into(*question: Any, out: Tensor) -> Tensor:
+def launch_forward_into(*question_into: Any) -> Tensor:
+    *question, into = question_into
     lse = _lse_like(question[0])
-    _core.forward(*_resolved(question), out, lse)
+    _core.forward(*_resolved(question), into, lse)
     return lse
 
 
@@ -100,7 +101,7 @@ def _define(name: str, schema: str) -> None:
 
 
 _define("forward", f"({_QUESTION}) -> (Tensor out, Tensor lse)")
-_define("forward_into", f"({_QUESTION}, *, Tensor(a!) out) -> Tensor lse")
+_define("forward_into", f"({_QUESTION}, Tensor(a!) into) -> Tensor lse")
 _define(
     "backward",
     f"(Tensor? dout, Tensor? dlse, {_QUESTION}, Tensor out, Tensor lse, bool deterministic, "
@@ -127,8 +128,8 @@ def _forward_fake(*question: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake("onefold::forward_into")
-def _forward_into_fake(*question: Any, out: Tensor) -> Tensor:
-    return _lse_like(question[0])
+def _forward_into_fake(*question_into: Any) -> Tensor:
+    return _lse_like(question_into[0])
 
 
 @torch.library.register_fake("onefold::backward")
@@ -177,8 +178,8 @@ def forward(question: Sequence[Any], want_lse: bool = True) -> tuple[Tensor, Ten
 
 def forward_into(question: Sequence[Any], out: Tensor) -> Tensor:
     if traced(*question[:NUM_ARRAYS], out):
-        return torch.ops.onefold.forward_into(*_seed_tensor(question), out=out)
-    lse = launch_forward_into(*question, out=out)
+        return torch.ops.onefold.forward_into(*_seed_tensor(question), out)
+    lse = launch_forward_into(*question, out)
     torch.autograd.graph.increment_version(out)
     return lse
 

@@ -138,15 +138,19 @@ bool read_dtype(const std::string& text, DType& out) {
 Tensor from_attributes(nb::handle object, const Expected& expected) {
   const char* name = expected.name;
   const nb::object shape = object.attr("shape");
-  const nb::object stride = object.attr("stride")();
   Tensor t = with_rank(name, static_cast<std::int64_t>(nb::len(shape)));
-  for (int axis = 0; axis < t.rank; ++axis) {
-    t.shape[axis] = nb::cast<std::int64_t>(shape[axis]);
-    t.stride[axis] = nb::cast<std::int64_t>(stride[axis]);
-  }
   if (!read_dtype(dtype_text(object), t.dtype)) refuse_dtype(object, expected);
   if (text_of(object.attr("device").attr("type")) != "cpu") refuse_memory(object, name);
-  t.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")()));
+  try {
+    const nb::object stride = object.attr("stride")();
+    for (int axis = 0; axis < t.rank; ++axis) {
+      t.shape[axis] = nb::cast<std::int64_t>(shape[axis]);
+      t.stride[axis] = nb::cast<std::int64_t>(stride[axis]);
+    }
+    t.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")()));
+  } catch (const nb::python_error&) {  // torch has no address or no strides to give
+    refuse_memory(object, name);
+  }
   check_memory(t, name);
   return t;
 }

@@ -416,7 +416,7 @@ def test_opcheck_passes_for_backward(needs, packed):
 
 def test_opcheck_passes_for_forward_into():
     out = torch.full((2, 5, 4, 8), torch.nan)
-    opcheck(torch.ops.onefold.forward_into.default, question(), {"out": out})
+    opcheck(torch.ops.onefold.forward_into.default, (*question(), out))
 
 
 def test_opcheck_passes_for_merge_states():
