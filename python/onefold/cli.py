@@ -74,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"onefold {args.command}: {error.name} is missing: pip install {error.name}",
             file=sys.stderr,
         )
+    except BrokenPipeError:  # whoever read the output has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"onefold {args.command}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
