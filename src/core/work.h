@@ -29,7 +29,7 @@ struct Split {
   std::int64_t b, kv_head, rows;
   std::int64_t first_partial, count;
 };
-inline constexpr std::int64_t kSplitRows = 16;  // at most; one query tile on every machine
+inline constexpr std::int64_t kSplitRows = 16;  // at most
 
 // Sizes that shape one call. `keys` fixes the order of additions and depends on the head dims
 // alone; `super_keys` (how many packed keys stay in cache) touches no result.

@@ -106,10 +106,11 @@ struct ForwardItem {
       PoisonList poison{0, s.poison_keys + idx * t.keys};
       const std::int64_t row = seq.k_begin + j;
       if (single) {
-        pack_rows<R>(p.k, heads.b, row, heads.kv_head, count, p.dim, key_step(), k_tile(idx),
+        const std::int64_t left = seq.used.k - j;
+        pack_rows<R>(p.k, heads.b, row, heads.kv_head, count, left, p.dim, key_step(), k_tile(idx),
                      nullptr);
-        pack_rows<R>(p.v, heads.b, row, heads.kv_head, count, p.dim_v, value_step(), v_tile(idx),
-                     &poison);
+        pack_rows<R>(p.v, heads.b, row, heads.kv_head, count, left, p.dim_v, value_step(),
+                     v_tile(idx), &poison);
       } else {
         pack_score_panel(p.k, heads.b, row, heads.kv_head, count, p.dim, s.rows, k_tile(idx));
         pack_value_panel(p.v, heads.b, row, heads.kv_head, count, t.keys, p.dim_v, s.row,
@@ -402,8 +403,11 @@ void forward_item(const ForwardCall& call, std::int64_t index, int worker) {
     const std::size_t at = static_cast<std::size_t>(item.partial) * Partial<R>::bytes(p);
     const Partial<R> partial(call.partials + at, p);
     const std::int64_t rows = item.row_end - item.row_begin;
-    transpose(s.out, work.tile(0, rows).vectors * kWidth<R>, p.dim_v, rows, partial.out,
-              padded_dim<R>(p.dim_v));
+    for (std::int64_t r = 0; r < rows; r += kLanes<R>) {
+      const QueryTile tile = work.tile(r, rows);
+      transpose(s.out + r / kLanes<R> * s.out_size, tile.vectors * kWidth<R>, p.dim_v, tile.rows,
+                partial.out + r * padded_dim<R>(p.dim_v), padded_dim<R>(p.dim_v));
+    }
     for (std::int64_t r = 0; r < rows; ++r) {
       partial.ref[r] = s.ref[r];
       partial.sum[r] = s.sum[r];
@@ -416,37 +420,47 @@ void forward_item(const ForwardCall& call, std::int64_t index, int worker) {
   }
 }
 
+// Rows [row_begin, row_end) of a split, at most one tile: the states of its stretches, merged.
+template <class R>
+inline void merge_partials(const ForwardCall& call, const Split& split, std::int64_t row_begin,
+                           std::int64_t row_end, ForwardScratch<R>& s) {
+  const Problem& p = *call.problem;
+  const std::int64_t step = padded_dim<R>(p.dim_v), rows = row_end - row_begin;
+  for (std::int64_t r = 0; r < rows; ++r) {
+    s.ref[r] = kEmpty<R>;
+    s.sum[r] = R(0);
+  }
+  for (std::int64_t x = 0; x < rows * step; ++x) s.rows[x] = R(0);
+  for (std::int64_t n = 0; n < split.count; ++n) {
+    const std::size_t at = static_cast<std::size_t>(split.first_partial + n) * Partial<R>::bytes(p);
+    const Partial<R> part(call.partials + at, p);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      if (part.ref[row_begin + r] == kEmpty<R>) continue;
+      const Weights<R> w = weigh(s.ref[r], part.ref[row_begin + r]);
+      s.ref[r] = w.ref;
+      s.sum[r] = s.sum[r] * w.a + part.sum[row_begin + r] * w.b;
+      R* row = s.rows + r * step;
+      const R* from = part.out + (row_begin + r) * step;
+      for (std::int64_t d = 0; d < p.dim_v; ++d) row[d] = row[d] * w.a + from[d] * w.b;
+    }
+  }
+}
+
 template <class R>
 void merge_split_item(const ForwardCall& call, std::int64_t index, int worker) {
   const Problem& p = *call.problem;
   const Split& split = call.splits[index];
   Arena arena(call.scratch + static_cast<std::size_t>(worker) * call.scratch_bytes);
   ForwardScratch<R> s(arena, p, call.tiles, 1);
-  const std::int64_t step = padded_dim<R>(p.dim_v);
-  for (std::int64_t r = 0; r < split.rows; ++r) {
-    s.ref[r] = kEmpty<R>;
-    s.sum[r] = R(0);
-  }
-  for (std::int64_t x = 0; x < split.rows * step; ++x) s.rows[x] = R(0);
-  for (std::int64_t n = 0; n < split.count; ++n) {
-    const std::size_t at = static_cast<std::size_t>(split.first_partial + n) * Partial<R>::bytes(p);
-    const Partial<R> part(call.partials + at, p);
-    for (std::int64_t r = 0; r < split.rows; ++r) {
-      if (part.ref[r] == kEmpty<R>) continue;
-      const Weights<R> w = weigh(s.ref[r], part.ref[r]);
-      s.ref[r] = w.ref;
-      s.sum[r] = s.sum[r] * w.a + part.sum[r] * w.b;
-      R* row = s.rows + r * step;
-      for (std::int64_t d = 0; d < p.dim_v; ++d) {
-        row[d] = row[d] * w.a + part.out[r * step + d] * w.b;
-      }
-    }
-  }
   const Sequence& seq = p.sequences[static_cast<std::size_t>(split.b)];
   ForwardItem<R> work{call, p, s, head_group(p, split.b, split.kv_head), seq, nullptr, true};
-  const bool extreme = work.finish(work.tile(0, split.rows), 0, s.ref, s.sum);
-  if constexpr (sizeof(R) == 4) {
-    if (extreme) redo_extreme_rows(call, {split.b, split.kv_head, 0, split.rows}, s.ref, arena);
+  for (std::int64_t r = 0; r < split.rows; r += kLanes<R>) {
+    const std::int64_t end = r + kLanes<R> < split.rows ? r + kLanes<R> : split.rows;
+    merge_partials(call, split, r, end, s);
+    const bool extreme = work.finish(work.tile(r, end), r, s.ref, s.sum);
+    if constexpr (sizeof(R) == 4) {
+      if (extreme) redo_extreme_rows(call, {split.b, split.kv_head, r, end}, s.ref, arena);
+    }
   }
 }
 

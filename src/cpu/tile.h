@@ -264,15 +264,16 @@ inline void pack_score_panel(const Rows& from, std::int64_t b, std::int64_t firs
 }
 
 // The same keys as plain rows of `step` elements; `poison` as below, null when not wanted. The rows
-// come from memory once, so those a few keys ahead are asked for early.
+// come from memory once, so those a few keys ahead (of rows_left) are asked for early.
 template <class R>
 inline void pack_rows(const Rows& from, std::int64_t b, std::int64_t first_row, std::int64_t head,
-                      int count, std::int64_t dim, std::int64_t step, R* to, PoisonList* poison) {
+                      int count, std::int64_t rows_left, std::int64_t dim, std::int64_t step, R* to,
+                      PoisonList* poison) {
   constexpr int kAhead = 8, kLine = 64;
   const std::int64_t row_bytes = dim * size_bytes(from.dtype);
   if (poison) poison->count = 0;
   for (int key = 0; key < count; ++key, to += step) {
-    if (key + kAhead < count && from.dim == 1) {
+    if (key + kAhead < rows_left && from.dim == 1) {
       const std::byte* ahead = from.at(b, first_row + key + kAhead, head);
       for (std::int64_t x = 0; x < row_bytes; x += kLine) __builtin_prefetch(ahead + x);
     }

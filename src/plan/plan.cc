@@ -40,20 +40,26 @@ std::int64_t cost(const Problem& p, const Item& item) {
 
 // Few rows against many keys (decoding): stretches of kSplitKeys keys, whoever runs them. Returns
 // false when the rows see no more than one stretch.
-bool split_keys(const Problem& p, std::int64_t b, std::int64_t kv_head, CpuWork& w) {
+bool split_keys(const Problem& p, std::int64_t b, CpuWork& w) {
   const Sequence& s = p.sequences[static_cast<std::size_t>(b)];
   const std::int64_t rows = s.used.q * p.group;
   if (rows == 0 || rows > kSplitRows) return false;
   const TileRange seen = kv_range(p.variant, s.used, 0, s.used.q);
   const std::int64_t first = seen.begin / kSplitKeys, last = ceil_div(seen.end, kSplitKeys);
   if (last - first < 2) return false;
-  const std::int64_t first_partial =
+  const std::int64_t partial =
       w.splits.empty() ? 0 : w.splits.back().first_partial + w.splits.back().count;
-  w.splits.push_back({b, kv_head, rows, first_partial, last - first});
-  for (std::int64_t n = first; n < last; ++n) {
-    w.items.push_back({b, kv_head, 0, rows, n * kSplitKeys, (n + 1) * kSplitKeys,
-                       first_partial + n - first, n == first});
+  for (std::int64_t h = 0; h < p.heads_k; ++h) {
+    w.splits.push_back({b, h, rows, partial + h * (last - first), last - first});
   }
+  // All heads of a stretch in turn: their keys lie side by side in memory.
+  for (std::int64_t n = first; n < last; ++n) {
+    for (std::int64_t h = 0; h < p.heads_k; ++h) {
+      w.items.push_back({b, h, 0, rows, n * kSplitKeys, (n + 1) * kSplitKeys,
+                         partial + h * (last - first) + n - first, n == first});
+    }
+  }
+  w.tiles_per_item = std::max(w.tiles_per_item, ceil_div(kSplitRows, w.tiles.rows));
   return true;
 }
 
@@ -71,8 +77,8 @@ CpuWork plan_forward(const Problem& p, const CpuFacts& facts) {
   const std::int64_t step = w.tiles_per_item * w.tiles.rows;
   for (std::int64_t b = 0; b < p.batch; ++b) {
     const std::int64_t rows = p.sequences[static_cast<std::size_t>(b)].used.q * p.group;
+    if (split_keys(p, b, w)) continue;
     for (std::int64_t h = 0; h < p.heads_k; ++h) {
-      if (split_keys(p, b, h, w)) continue;
       for (std::int64_t r = 0; r < rows; r += step) {
         w.items.push_back({b, h, r, std::min(r + step, rows)});
       }
