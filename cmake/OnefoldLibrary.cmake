@@ -1,7 +1,9 @@
 # The library. Each folder of src/ is one layer; which may include which is checked by `dev check`.
 
+include(OnefoldEmbed)
+
 file(GLOB onefold_sources CONFIGURE_DEPENDS
-  src/*.cc src/core/*.cc src/plan/*.cc src/cpu/*.cc src/reference/*.cc)
+  src/*.cc src/core/*.cc src/plan/*.cc src/cpu/*.cc src/jit/*.cc src/cuda/*.cc src/reference/*.cc)
 file(GLOB onefold_kernels CONFIGURE_DEPENDS src/cpu/isa_*.cc)
 if(onefold_kernels)
   list(REMOVE_ITEM onefold_sources ${onefold_kernels})
@@ -9,6 +11,8 @@ endif()
 # A product and a sum are two roundings unless the source says fma: the compiler does not decide.
 set(onefold_rounding -ffp-contract=off)
 set_source_files_properties(${onefold_sources} PROPERTIES COMPILE_OPTIONS ${onefold_rounding})
+onefold_embed_headers(onefold_device_headers)
+list(APPEND onefold_sources ${onefold_device_headers})
 
 # One kernel body, compiled once per instruction set and chosen at run time. Only these files see
 # instruction-set flags: an inline function of a shared header compiled with them could be the copy

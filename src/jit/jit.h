@@ -44,7 +44,8 @@ struct Binary {
   std::string key;  // the digest, and the version of NVRTC that compiled it
   std::string name;
   std::string entry;
-  std::string cubin;  // bytes
+  std::vector<std::string> options;  // all of them, --gpu-architecture among them
+  std::string cubin;                 // bytes
   Facts facts;
   Origin origin = Origin::kCompiled;
 };
@@ -54,6 +55,9 @@ struct Binary {
 // microseconds when it is in memory, so a launch keeps it. Throws Error(kRuntime): the program's
 // name, what to do about it, and the compiler's log.
 const Binary& get(const Program& program);
+
+// What get() keeps the program under, as 40 hexadecimal digits; NVRTC's version comes on top.
+std::string digest(const Program& program);
 
 // Whether get() would return at once: the program is in memory already.
 bool in_memory(const Program& program);

@@ -1,0 +1,165 @@
+#include "jit/jit.h"
+
+#include <atomic>
+#include <fstream>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <unordered_map>
+
+#include "jit/digest.h"
+#include "jit/facts.h"
+#include "jit/headers.h"
+#include "jit/nvrtc.h"
+#include "jit/settings.h"
+#include "jit/store.h"
+
+namespace onefold::jit {
+namespace {
+
+// Changes when what is kept on disk changes its meaning.
+constexpr char kFormat[] = "onefold jit 1";
+
+std::vector<std::string> all_options(const Program& program) {
+  std::vector<std::string> options{"--std=c++20", "--device-as-default-execution-space",
+                                   "--gpu-architecture=" + target(program), "--ptxas-options=-v"};
+  if (checked()) options.emplace_back("--generate-line-info");
+  options.insert(options.end(), program.options.begin(), program.options.end());
+  return options;
+}
+
+const std::string& headers_digest() {
+  static const std::string& hex = *new std::string([] {
+    Digest parts;
+    for (std::size_t i = 0; i < kNumHeaders; ++i) parts.add(kHeaders[i].name).add(kHeaders[i].text);
+    return parts.hex();
+  }());
+  return hex;
+}
+
+// ---- memory ----
+
+struct Slot {
+  std::mutex making;
+  std::atomic<const Binary*> ready{nullptr};
+};
+
+std::mutex slots_mutex;
+
+// Never emptied and never destroyed: threads may still launch while the process ends.
+std::unordered_map<std::string, std::unique_ptr<Slot>>& slots() {
+  static auto& table = *new std::unordered_map<std::string, std::unique_ptr<Slot>>;
+  return table;
+}
+
+Slot& slot_of(const std::string& digest) {
+  const std::lock_guard lock(slots_mutex);
+  std::unique_ptr<Slot>& slot = slots()[digest];
+  if (!slot) slot = std::make_unique<Slot>();
+  return *slot;
+}
+
+// ---- one program ----
+
+// Best effort: what cannot be written is logged.
+void dump(const Program& program, const std::string& digest, const char* suffix,
+          const std::string& content) {
+  const std::filesystem::path folder = dump_folder();
+  if (folder.empty()) return;
+  std::error_code ignored;
+  std::filesystem::create_directories(folder, ignored);
+  const auto file = folder / concat(program.name, "-", digest.substr(0, 8), suffix);
+  std::ofstream out(file, std::ios::binary);
+  if (!(out << content).flush()) log(LogLevel::kEvents, "cannot write ", file.string());
+}
+
+Binary compile(const Nvrtc& nvrtc, const Program& program, const std::string& key) {
+  Binary binary;
+  binary.key = key;
+  binary.name = program.name;
+  binary.entry = program.entry;
+  binary.options = all_options(program);
+  Compiled compiled = nvrtc.compile(program, binary.options);
+  dump(program, key, ".log", compiled.log);
+  binary.facts = parse_log(compiled.log, program.entry);
+  binary.facts.compile_seconds = compiled.seconds;
+  if (!defines_entry(compiled.log, program.entry)) {
+    throw Error(ErrorKind::kRuntime,
+                concat("program ", program.name, " has no kernel named ", program.entry,
+                       ": it must be extern \"C\". The log:\n", compiled.log));
+  }
+  binary.cubin = std::move(compiled.cubin);
+  log(LogLevel::kEvents, "compiled ", program.name, " for ", target(program), " in ",
+      compiled.seconds, " s: ", describe(binary.facts));
+  return binary;
+}
+
+// From disk, else from the compiler.
+Binary make(const Program& program, const std::string& digest) {
+  const Store store(cache_folders());
+  dump(program, digest, ".cu", program.source);
+  std::string why_not;
+  const Nvrtc* nvrtc = Nvrtc::find(&why_not);
+  if (nvrtc == nullptr) {
+    const int newest = driver_major() > 0 ? driver_major() : std::numeric_limits<int>::max();
+    if (auto kept = store.load_any(program.name, digest, newest)) return *std::move(kept);
+    throw Error(ErrorKind::kRuntime,
+                concat("program ", program.name, " for ", target(program),
+                       " is not in the cache and cannot be compiled: ", why_not));
+  }
+  const std::string key = make_key(digest, nvrtc->major(), nvrtc->minor());
+  if (auto kept = store.load(program.name, key)) return *std::move(kept);
+  Binary binary = compile(*nvrtc, program, key);
+  store.save(binary, program.source);
+  return binary;
+}
+
+}  // namespace
+
+std::string target(const Program& program) {
+  std::string text = "sm_" + std::to_string(program.arch / 10);
+  if (program.suffix != '\0') text += program.suffix;
+  return text;
+}
+
+std::string digest(const Program& program) {
+  Digest parts;
+  parts.add(kFormat).add(headers_digest()).add(program.entry).add(program.source);
+  for (const std::string& option : all_options(program)) parts.add(option);
+  return parts.hex().substr(0, kDigestLength);
+}
+
+bool in_memory(const Program& program) {
+  return slot_of(digest(program)).ready.load(std::memory_order_acquire) != nullptr;
+}
+
+const Binary& get(const Program& program) {
+  const std::string id = digest(program);
+  Slot& slot = slot_of(id);
+  const Binary* ready = slot.ready.load(std::memory_order_acquire);
+  if (ready != nullptr) return *ready;
+
+  // Those who ask for the same program wait here; after a failure the next of them tries again.
+  const std::lock_guard lock(slot.making);
+  ready = slot.ready.load(std::memory_order_relaxed);
+  if (ready == nullptr) {
+    ready = new Binary(make(program, id));
+    dump(program, id, ".cubin", ready->cubin);
+    slot.ready.store(ready, std::memory_order_release);
+  }
+  return *ready;
+}
+
+std::string info() {
+  std::string why_not, text;
+  if (const Nvrtc* nvrtc = Nvrtc::find(&why_not)) {
+    text = concat("NVRTC ", nvrtc->version(), " at ", nvrtc->path());
+  } else {
+    text = "no NVRTC (pip install nvidia-cuda-nvrtc)";
+  }
+  const auto folders = cache_folders();
+  return text + "; kernel cache " + (folders.empty() ? "in memory" : folders.front().string());
+}
+
+}  // namespace onefold::jit
