@@ -1,7 +1,7 @@
-// The oracle's own reading of a question: every number as a double, every option as written.
+// A question as the oracle reads it: numbers as double, one row with all the keys it sees.
 //
-// Invariant: nothing here is shared with the code that is judged. Slow and plain on purpose.
-// Includes attention.h and tensor.h only.
+// Invariant: whatever a row does not see (padding, other lengths, hidden keys) is never read into
+// it. Private to the oracle; includes reference.h and what that includes.
 #pragma once
 
 #include <cstdint>
@@ -10,73 +10,89 @@
 
 #include "onefold/attention.h"
 #include "onefold/tensor.h"
+#include "reference/reference.h"
 
 namespace onefold::reference {
 
-// Element `index` (in elements, strides applied) of any dtype.
-double read(const Tensor& t, std::int64_t index);
+// An array of the given shape with every number `value`.
+Array filled(std::vector<std::int64_t> shape, double value);
 
-// One sequence: where it starts and how many rows of it are used.
-struct Span {
-  std::int64_t q_begin, q_count, k_begin, k_count;
+// Rows of one head: row r begins at data[r * width].
+struct Matrix {
+  std::int64_t width = 0;
+  std::vector<double> data;
+  const double* row(std::int64_t r) const { return data.data() + r * width; }
 };
 
-// One visible key of a row, with everything that the formulas name.
+// The used rows of one sequence and where they begin in packed tensors.
+struct Sequence {
+  std::int64_t q_begin = 0, k_begin = 0, q_rows = 0, k_rows = 0;
+};
+
+// What row i makes of a key j that it sees. The letters are those of onefold/attention.h.
 struct Key {
-  std::int64_t j;
-  double x;          // scale * q . k
-  double tanh;       // of x / softcap; 0 without a cap
-  double z;          // the modified score
-  double magnitude;  // A: |scale| sum |q_d k_d|
-  double added;      // M: |cap| + |bias| + |slope * distance|
-  double distance;   // |i + Sk - Sq - j|
-  double keep;       // 0 or 1 / (1 - p)
-  double p;          // the weight after the normaliser
+  std::int64_t j = 0;
+  double magnitude = 0;  // A: |scale| sum_d |q_d k_jd|
+  double capped = 0;     // tanh(X / softcap), 0 without a cap
+  double cap_slope = 1;  // dY / dX
+  double distance = 0;   // |i + Sk - Sq - j|
+  double added = 0;      // M: |Y| + |bias| + |slope * distance|
+  double score = 0;      // Z
+  double keep = 1;       // 0 when dropped, else 1 / (1 - p)
+  double p = 0;          // e^(Z - lse)
 };
 
 struct Row {
   std::vector<Key> keys;
+  bool live = false;     // sees a key or a sink with a weight
+  double top, sum, lse;  // max Z, sum of e^(Z - top), top + log(sum)
   bool has_sink = false;
-  double sink = 0, sink_p = 0;
-  double top = 0;  // largest score, the sink included
-  double sum = 0;  // sum of e^(z - top)
-  double lse = 0;
-  bool empty = false;
+  double sink = 0, sink_p = 0;  // its score and e^(sink - lse)
 };
 
-struct Question {
-  const Attention& a;
-  bool packed = false;
-  std::int64_t batch = 0, heads_q = 0, heads_k = 0, group = 1, dim = 0, dim_v = 0;
-  std::int64_t rows_q = 0, rows_k = 0;
-  double scale = 1;
-  std::vector<Span> spans;
-
+class Question {
+ public:
+  // Throws onefold::Error when shapes, types or lengths do not fit together.
   explicit Question(const Attention& attention);
 
-  // Row r is counted from the start of sequence b.
-  double q(std::int64_t b, std::int64_t r, std::int64_t h, std::int64_t d) const;
-  double k(std::int64_t b, std::int64_t r, std::int64_t h, std::int64_t d) const;
-  double v(std::int64_t b, std::int64_t r, std::int64_t h, std::int64_t d) const;
-  double slope(std::int64_t b, std::int64_t h) const;
+  std::int64_t batch = 0, heads = 0, kv_heads = 0, dim = 0, dim_v = 0;
+  std::int64_t q_extent = 0, k_extent = 0;  // of the row axis of q and k
+  bool packed = false;
+  double scale = 0;
+  std::vector<Sequence> sequences;
 
-  // Scores, weights and log-sum-exp of one row.
-  Row row(std::int64_t b, std::int64_t h, std::int64_t i) const;
+  std::int64_t kv_head(std::int64_t h) const { return h / (heads / kv_heads); }
 
-  // Index of a row in row-major arrays of shape q.shape[:-1], k.shape[:-1] and lse's.
-  std::int64_t q_index(std::int64_t b, std::int64_t i, std::int64_t h) const;
-  std::int64_t k_index(std::int64_t b, std::int64_t j, std::int64_t h) const;
-  std::int64_t lse_index(std::int64_t b, std::int64_t i, std::int64_t h) const;
-  // Index into a row-major array of the tensor's own shape, broadcast axes at 0.
-  static std::int64_t grid_index(const Tensor& t, std::int64_t b, std::int64_t h, std::int64_t i,
-                                 std::int64_t j);
+  // Rows of q, of k, of v, of a tensor shaped like out.
+  Matrix queries(std::int64_t b, std::int64_t h) const;
+  Matrix keys(std::int64_t b, std::int64_t kv_head) const;
+  Matrix values(std::int64_t b, std::int64_t kv_head) const;
+  Matrix like_out(const Tensor& tensor, std::int64_t b, std::int64_t h) const;
+  double like_lse(const Tensor& tensor, std::int64_t b, std::int64_t h, std::int64_t i) const;
+
+  Row row(std::int64_t b, std::int64_t h, std::int64_t i, const double* q, const Matrix& k) const;
+
+  // Places in row-major results.
+  std::int64_t q_place(std::int64_t b, std::int64_t h, std::int64_t i) const;   // row of q or out
+  std::int64_t k_place(std::int64_t b, std::int64_t kv, std::int64_t j) const;  // row of k or v
+  std::int64_t lse_place(std::int64_t b, std::int64_t h, std::int64_t i) const;
+  std::int64_t bias_place(std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) const;
+  std::int64_t slope_place(std::int64_t b, std::int64_t h) const;
+
   std::vector<std::int64_t> out_shape() const;
   std::vector<std::int64_t> lse_shape() const;
+  void check_cotangents(const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse) const;
 
-  // An element of a cotangent of out or lse.
-  double dout(const Tensor& t, std::int64_t b, std::int64_t i, std::int64_t h,
-              std::int64_t d) const;
-  double dlse(const Tensor& t, std::int64_t b, std::int64_t i, std::int64_t h) const;
+ private:
+  bool visible(std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) const;
+  double keep(std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) const;
+  Key key(std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j, const double* q,
+          const double* k) const;
+  void read_shapes();
+  void read_sequences();
+  void check_options() const;
+
+  const Attention& a_;
 };
 
 }  // namespace onefold::reference

@@ -306,6 +306,9 @@ TYPED_TEST(Ranges, anchor_reads_only_the_empty_reference_as_zero) {
   EXPECT_EQ(weight(kEmpty<T>, kEmpty<T>), T(0));
   EXPECT_EQ(weight(T(3), T(3)), T(1));
   EXPECT_EQ(weight(T(1), T(4)), T(0.125));
+  const Weights<T> both_empty = weigh(kEmpty<T>, kEmpty<T>);  // payloads are scaled by these
+  EXPECT_EQ(both_empty.a, T(0));
+  EXPECT_EQ(both_empty.b, T(0));
 }
 
 TYPED_TEST(Ranges, moments_of_nothing_of_one_and_of_equals_are_exact) {
