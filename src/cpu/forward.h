@@ -154,7 +154,7 @@ struct ForwardItem {
         if (staged) x = at.bias == splat<R>(kEmpty<R>) ? splat<R>(kEmpty<R>) : x;
         if (border) {
           const IntVec<R> j = splat<Int<R>>(key);
-          x = (j >= first) & (j < last) ? x : splat<R>(kEmpty<R>);
+          x = ((j >= first) & (j < last)) ? x : splat<R>(kEmpty<R>);
         }
         store(where, x);
         top[n] = max(top[n], x);
