@@ -44,6 +44,7 @@ struct CUlaunchConfig {
 
 // Numbers of cuda.h.
 inline constexpr CUresult kSuccess = 0;
+inline constexpr CUresult kImplicitCapture = 906;    // CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 inline constexpr int kAttributeMaxSharedOptin = 97;  // CU_DEVICE_ATTRIBUTE_...
 inline constexpr int kAttributeSharedPerSm = 81;
 inline constexpr int kAttributeRegistersPerSm = 82;
@@ -56,7 +57,8 @@ inline constexpr int kAttributeMinor = 76;
 inline constexpr int kFunctionMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_...
 inline constexpr int kLaunchClusterDimension = 4;    // CU_LAUNCH_ATTRIBUTE_...
 inline constexpr int kLaunchProgrammaticSerialization = 6;
-inline constexpr int kCaptureNone = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
+inline constexpr int kCaptureNone = 0;         // CU_STREAM_CAPTURE_STATUS_NONE
+inline constexpr int kCaptureModeRelaxed = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
 
 // The functions, by their names in cuda.h.
 struct Driver {
@@ -77,6 +79,7 @@ struct Driver {
   CUresult (*cuFuncSetAttribute)(CUfunction, int attribute, int value);
   CUresult (*cuLaunchKernelEx)(const CUlaunchConfig*, CUfunction, void** arguments, void** extra);
   CUresult (*cuStreamIsCapturing)(CUstream, int* status);
+  CUresult (*cuThreadExchangeStreamCaptureMode)(int* mode);
   CUresult (*cuStreamSynchronize)(CUstream);
   CUresult (*cuMemAllocAsync)(CUdeviceptr*, std::size_t bytes, CUstream);
   CUresult (*cuMemFreeAsync)(CUdeviceptr, CUstream);

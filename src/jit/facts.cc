@@ -155,9 +155,11 @@ struct Writer {
 // The fields in their order, for both directions.
 template <class Visitor, class AnyBinary>
 void visit(Visitor& visitor, AnyBinary& b) {
-  visitor("key", b.key);
   visitor("name", b.name);
+  visitor("digest", b.digest);
+  visitor("nvrtc", b.nvrtc);
   visitor("entry", b.entry);
+  visitor("target", b.target);
   visitor("options", b.options);
   visitor("registers", b.facts.registers);
   visitor("spill_store_bytes", b.facts.spill_store_bytes);

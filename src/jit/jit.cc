@@ -74,14 +74,16 @@ void dump(const Program& program, const std::string& digest, const char* suffix,
   if (!(out << content).flush()) log(LogLevel::kEvents, "cannot write ", file.string());
 }
 
-Binary compile(const Nvrtc& nvrtc, const Program& program, const std::string& key) {
+Binary compile(const Nvrtc& nvrtc, const Program& program, const std::string& digest) {
   Binary binary;
-  binary.key = key;
+  binary.digest = digest;
+  binary.nvrtc = nvrtc.version();
   binary.name = program.name;
   binary.entry = program.entry;
+  binary.target = target(program);
   binary.options = all_options(program);
   Compiled compiled = nvrtc.compile(program, binary.options);
-  dump(program, key, ".log", compiled.log);
+  dump(program, digest, ".log", compiled.log);
   binary.facts = parse_log(compiled.log, program.entry);
   binary.facts.compile_seconds = compiled.seconds;
   if (!defines_entry(compiled.log, program.entry)) {
@@ -108,9 +110,8 @@ Binary make(const Program& program, const std::string& digest) {
                 concat("program ", program.name, " for ", target(program),
                        " is not in the cache and cannot be compiled: ", why_not));
   }
-  const std::string key = make_key(digest, nvrtc->major(), nvrtc->minor());
-  if (auto kept = store.load(program.name, key)) return *std::move(kept);
-  Binary binary = compile(*nvrtc, program, key);
+  if (auto kept = store.load(program.name, digest, nvrtc->version())) return *std::move(kept);
+  Binary binary = compile(*nvrtc, program, digest);
   store.save(binary, program.source);
   return binary;
 }

@@ -41,9 +41,9 @@ struct Facts {
 enum class Origin : std::uint8_t { kCompiled, kDisk };
 
 struct Binary {
-  std::string key;  // the digest, and the version of NVRTC that compiled it
-  std::string name;
-  std::string entry;
+  std::string digest;  // digest(program)
+  std::string nvrtc;   // version of the compiler: "13.2"
+  std::string name, entry, target;
   std::vector<std::string> options;  // all of them, --gpu-architecture among them
   std::string cubin;                 // bytes
   Facts facts;

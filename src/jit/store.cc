@@ -27,7 +27,7 @@ constexpr char kCubin[] = "kernel.cubin";
 constexpr char kFacts[] = "facts.json";
 constexpr char kPrivatePrefix[] = "tmp-";          // being written, or being deleted
 constexpr char kSweepPrefix[] = "swept-";          // who makes one sweeps in that period
-constexpr char kVersionMark[] = "-nvrtc";          // before the version in a key
+constexpr char kVersionMark[] = "-nvrtc";          // before the version in a folder's name
 constexpr std::int64_t kAbandonedSeconds = 86400;  // no write and no deletion takes a day
 
 struct Files {
@@ -36,14 +36,15 @@ struct Files {
 
 // ---- names ----
 
-// "<name>-<key>" with what a file system may not like replaced.
-std::string folder_name(const std::string& name, const std::string& key) {
+// "<name>-<digest>-nvrtc<version>", and in the name what a file system may not like is replaced.
+std::string folder_name(const std::string& name, const std::string& digest,
+                        const std::string& nvrtc) {
   std::string out = name.substr(0, 100);
   for (char& c : out) {
     const bool plain = (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
     if (!plain && c != '_' && c != '-') c = '_';
   }
-  return out + "-" + key;
+  return out + "-" + digest + kVersionMark + nvrtc;
 }
 
 // Whether a folder of this name is ours to delete: "...-<digest>-nvrtc<major>.<minor>".
@@ -145,7 +146,8 @@ std::string unsealed(const std::string& facts) {
 bool unpack(const Files& files, const std::string& folder, Binary& binary) {
   const std::string body = unsealed(files.facts);
   if (files.facts != body + seal(checksum(files.source, files.cubin, body))) return false;
-  if (!read_facts(body, binary) || folder_name(binary.name, binary.key) != folder) return false;
+  if (!read_facts(body, binary)) return false;
+  if (folder_name(binary.name, binary.digest, binary.nvrtc) != folder) return false;
   binary.cubin = files.cubin;
   binary.origin = Origin::kDisk;
   return true;
@@ -254,17 +256,13 @@ std::int64_t bytes_of(const fs::path& folder) {
 
 }  // namespace
 
-std::string make_key(std::string_view digest, int nvrtc_major, int nvrtc_minor) {
-  return std::string(digest) + kVersionMark + std::to_string(nvrtc_major) + "." +
-         std::to_string(nvrtc_minor);
-}
-
 Store::Store(std::vector<fs::path> folders) : Store(std::move(folders), Limits()) {}
 Store::Store(std::vector<fs::path> folders, Limits limits)
     : folders_(std::move(folders)), limits_(limits) {}
 
-std::optional<Binary> Store::load(const std::string& name, const std::string& key) const {
-  const std::string folder = folder_name(name, key);
+std::optional<Binary> Store::load(const std::string& name, const std::string& digest,
+                                  const std::string& nvrtc) const {
+  const std::string folder = folder_name(name, digest, nvrtc);
   for (const fs::path& root : folders_) {
     Files files;
     Binary binary;
@@ -281,7 +279,7 @@ std::optional<Binary> Store::load(const std::string& name, const std::string& ke
 
 std::optional<Binary> Store::load_any(const std::string& name, const std::string& digest,
                                       int max_major) const {
-  const std::string prefix = folder_name(name, digest) + kVersionMark;
+  const std::string prefix = folder_name(name, digest, "");
   std::pair<int, int> best{0, 0};
   for (const fs::path& root : folders_) {
     for (const std::string& folder : names_in(root)) {
@@ -295,7 +293,7 @@ std::optional<Binary> Store::load_any(const std::string& name, const std::string
     }
   }
   if (best.first == 0) return std::nullopt;
-  return load(name, make_key(digest, best.first, best.second));
+  return load(name, digest, concat(best.first, ".", best.second));
 }
 
 void Store::save(const Binary& binary, std::string_view source) const {
@@ -303,7 +301,8 @@ void Store::save(const Binary& binary, std::string_view source) const {
   const fs::path& root = folders_.front();
   Files files{std::string(source), binary.cubin, write_facts(binary)};
   files.facts += seal(checksum(files.source, files.cubin, files.facts));
-  if (publish(root, folder_name(binary.name, binary.key), files) == Published::kYes &&
+  if (publish(root, folder_name(binary.name, binary.digest, binary.nvrtc), files) ==
+          Published::kYes &&
       elected_to_sweep(root, limits_.sweep_period)) {
     sweep();
   }

@@ -20,9 +20,7 @@
 
 namespace onefold::jit {
 
-// A key is this many hexadecimal digits, "-nvrtc" and the version that compiled: "13.2".
-inline constexpr std::size_t kDigestLength = 40;
-std::string make_key(std::string_view digest, int nvrtc_major, int nvrtc_minor);
+inline constexpr std::size_t kDigestLength = 40;  // hexadecimal digits
 
 class Store {
  public:
@@ -43,9 +41,10 @@ class Store {
   explicit Store(std::vector<std::filesystem::path> folders);
   Store(std::vector<std::filesystem::path> folders, Limits limits);
 
-  std::optional<Binary> load(const std::string& name, const std::string& key) const;
+  std::optional<Binary> load(const std::string& name, const std::string& digest,
+                             const std::string& nvrtc) const;
 
-  // The newest that any NVRTC up to `max_major` compiled for this digest: for when there is none.
+  // What the newest NVRTC up to `max_major` compiled: for machines that have none.
   std::optional<Binary> load_any(const std::string& name, const std::string& digest,
                                  int max_major) const;
 
