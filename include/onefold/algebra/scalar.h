@@ -48,7 +48,7 @@ inline constexpr double kLn2 = 0.69314718055994530942;
 
 // The reference of the empty set, and the score of a hidden key: minus infinity.
 template <class T>
-inline constexpr T kEmpty = -static_cast<T>(__builtin_inff());
+inline constexpr T kEmpty = -static_cast<T>(__builtin_bit_cast(float, 0x7f800000u));
 
 // Scalars: a mask is a bool. T's own mask type is Arith<T>::Mask.
 template <class T>
