@@ -337,9 +337,9 @@ Key Question::key(std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j
     const double cosh = std::cosh(y / a_.softcap);
     key.cap_slope = 1 / (cosh * cosh);
     y = a_.softcap * key.capped;
+    key.added = std::abs(y);
   }
   key.score = y;
-  key.added = std::abs(y);
   if (a_.bias) {
     const double bias = broadcast_load(*a_.bias, {b, h, i, j});
     key.score += bias;
@@ -367,9 +367,9 @@ Row Question::row(std::int64_t b, std::int64_t h, std::int64_t i, const double* 
     row.top = std::max(row.top, row.keys.back().score);
   }
   if (a_.sinks) {
-    row.has_sink = true;
     row.sink = load(*a_.sinks, h * a_.sinks->stride[0]);
-    row.top = std::max(row.top, row.sink);
+    row.has_sink = row.sink != kMinusInfinity;
+    if (row.has_sink) row.top = std::max(row.top, row.sink);
   }
   // A score of minus infinity weighs nothing, also where nothing is larger.
   const auto weight = [&](double z) { return z == kMinusInfinity ? 0 : std::exp(z - row.top); };

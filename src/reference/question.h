@@ -36,7 +36,7 @@ struct Key {
   double capped = 0;     // tanh(X / softcap), 0 without a cap
   double cap_slope = 1;  // dY / dX
   double distance = 0;   // |i + Sk - Sq - j|
-  double added = 0;      // M: |Y| + |bias| + |slope * distance|
+  double added = 0;      // M: |Y| if capped, + |bias| + |slope * distance|
   double score = 0;      // Z
   double keep = 1;       // 0 when dropped, else 1 / (1 - p)
   double p = 0;          // e^(Z - lse)

@@ -54,6 +54,7 @@ Forward forward(const Attention& attention) {
         const Row row = ask.row(b, h, i, q.row(i), k);
         if (!row.live) continue;
         answer.lse.data[ask.lse_place(b, h, i)] = row.lse;
+        if (attention.dropout_p == 1) continue;  // out is 0, whatever v holds
         const std::vector<double> out = weighted_values(row, v);
         for (std::int64_t d = 0; d < ask.dim_v; ++d) {
           answer.out.data[ask.q_place(b, h, i) * ask.dim_v + d] = out[d];
@@ -74,21 +75,22 @@ Backward backward(const Attention& attention, const std::optional<Tensor>& dout,
              zeros_like(attention.bias),
              zeros_like(attention.alibi_slopes),
              zeros_like(attention.sinks)};
+  // Without dout, or with every weight dropped, nothing depends on v, whatever v holds.
+  const bool uses_v = dout && attention.dropout_p < 1;
   const std::int64_t dim = ask.dim, dim_v = ask.dim_v;
   for (std::int64_t b = 0; b < ask.batch; ++b) {
     for (std::int64_t h = 0; h < ask.heads; ++h) {
       const std::int64_t kv = ask.kv_head(h);
       const Matrix q = ask.queries(b, h), k = ask.keys(b, kv), v = ask.values(b, kv);
-      const Matrix dO = dout ? ask.like_out(*dout, b, h) : Matrix{};
+      const Matrix dO = uses_v ? ask.like_out(*dout, b, h) : Matrix{};
       for (std::int64_t i = 0; i < ask.sequences[b].q_rows; ++i) {
         const Row row = ask.row(b, h, i, q.row(i), k);
         if (!row.live) continue;
-        // Without dout nothing depends on v, whatever v holds.
-        const double delta = dout ? dot(dO.row(i), weighted_values(row, v).data(), dim_v) : 0;
+        const double delta = uses_v ? dot(dO.row(i), weighted_values(row, v).data(), dim_v) : 0;
         const double dL = dlse ? ask.like_lse(*dlse, b, h, i) : 0;
         double* const dq = g.dq.data.data() + ask.q_place(b, h, i) * dim;
         for (const Key& key : row.keys) {
-          const double dP = dout ? key.keep * dot(dO.row(i), v.row(key.j), dim_v) : 0;
+          const double dP = uses_v ? key.keep * dot(dO.row(i), v.row(key.j), dim_v) : 0;
           const double dZ = key.p * (dP - delta + dL);
           const double dX = dZ * key.cap_slope;
           double* const dk = g.dk.data.data() + ask.k_place(b, kv, key.j) * dim;
@@ -97,7 +99,7 @@ Backward backward(const Attention& attention, const std::optional<Tensor>& dout,
             dq[d] += ask.scale * dX * k.row(key.j)[d];
             dk[d] += ask.scale * dX * q.row(i)[d];
           }
-          for (std::int64_t d = 0; dout && d < dim_v; ++d) {
+          for (std::int64_t d = 0; uses_v && d < dim_v; ++d) {
             dv[d] += key.p * key.keep * dO.row(i)[d];
           }
           if (g.dbias) g.dbias->data[ask.bias_place(b, h, i, key.j)] += dZ;

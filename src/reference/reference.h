@@ -46,7 +46,7 @@ enum class Source : std::uint8_t {
   kScore,       // relative error of each product in q.k: gamma of the depth of that sum.
                 //   out: sum_j P |w - out| A_j,  A_j = |scale| sum_d |q_d k_jd|
   kAdded,       // relative error of each addend of a score after q.k (cap, bias, ALiBi).
-                //   out: sum_j P |w - out| M_j,  M_j = |cap| + |bias| + |slope * distance|
+                //   out: sum_j P |w - out| M_j,  M_j = |capped score| + |bias| + |slope * distance|
   kExponent,    // relative error of the exponent z_j - ref: 2 u.
                 //   out: sum_j P |w - out| tau_j,  tau_j = max z - z_j
   kWeight,      // relative error of a weight: exp2, rescales, a lagging ref; and the rounding of P

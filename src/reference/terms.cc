@@ -74,6 +74,10 @@ std::vector<Key> keys_and_sink(const Row& row) {
   return all;
 }
 
+double weight_count(const Row& row) {
+  return static_cast<double>(row.keys.size()) + (row.has_sink ? 1 : 0);
+}
+
 // ---- forward ----
 
 Errors lse_errors(const Row& row) {
@@ -86,7 +90,7 @@ Errors lse_errors(const Row& row) {
   }
   e[at(Source::kWeight)] = 1;
   e[at(Source::kSum)] = 1;
-  e[at(Source::kUnderflow)] = static_cast<double>(row.keys.size()) / row.sum;
+  e[at(Source::kUnderflow)] = weight_count(row) / row.sum;
   e[at(Source::kLse)] = abs(row.lse);
   return e;
 }
@@ -121,7 +125,7 @@ OutErrors out_errors(const Row& row, const Matrix& v, std::int64_t d) {
     r.squared_deviation += deviation * deviation;
   }
   if (row.sink_p != 0) add(sink_key(row), row.sink_p * abs(r.out));
-  e[at(Source::kUnderflow)] = static_cast<double>(row.keys.size()) / row.sum * largest;
+  e[at(Source::kUnderflow)] = weight_count(row) / row.sum * largest;
   e[at(Source::kOut)] = abs(r.out);
   return r;
 }
@@ -252,7 +256,8 @@ ForwardTerms forward_terms(const Attention& attention) {
         }
         if (!row.live) continue;
         lse.add(place, lse_errors(row));
-        for (std::int64_t d = 0; d < ask.dim_v; ++d) {
+        // All dropped: out is 0, whatever v holds.
+        for (std::int64_t d = 0; attention.dropout_p < 1 && d < ask.dim_v; ++d) {
           const OutErrors r = out_errors(row, v, d);
           const std::int64_t component = ask.q_place(b, h, i) * ask.dim_v + d;
           out.add(component, r.errors);
@@ -277,15 +282,16 @@ BackwardTerms backward_terms(const Attention& attention, const std::optional<Ten
                   like(attention.bias),
                   like(attention.alibi_slopes),
                   like(attention.sinks)};
+  const bool uses_v = dout && attention.dropout_p < 1;
   for (std::int64_t b = 0; b < ask.batch; ++b) {
     for (std::int64_t h = 0; h < ask.heads; ++h) {
       const Matrix q = ask.queries(b, h);
       const Matrix k = ask.keys(b, ask.kv_head(h)), v = ask.values(b, ask.kv_head(h));
-      const Matrix dO = dout ? ask.like_out(*dout, b, h) : Matrix{};
+      const Matrix dO = uses_v ? ask.like_out(*dout, b, h) : Matrix{};
       for (std::int64_t i = 0; i < ask.sequences[b].q_rows; ++i) {
         const Row row = ask.row(b, h, i, q.row(i), k);
         if (!row.live) continue;
-        const RowGradient g = row_gradient(row, v, q.row(i), dout ? dO.row(i) : nullptr,
+        const RowGradient g = row_gradient(row, v, q.row(i), uses_v ? dO.row(i) : nullptr,
                                            dlse ? ask.like_lse(*dlse, b, h, i) : 0);
         for (const Key& key : row.keys) {
           const KeyGradient e =
