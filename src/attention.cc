@@ -103,12 +103,11 @@ void forward(const Context& context, const Attention& attention, const Tensor& o
              const std::optional<Tensor>& lse) {
   check_device(context);
   const Problem problem = make_problem(attention);
-  const Rows out_rows = make_out(problem, attention, out);
-  const Numbers lse_numbers = lse ? make_lse(problem, *lse, "lse") : Numbers{};
+  const ForwardTensors to = make_forward(problem, attention, out, lse);
   const CallExecutor call(context);
   const CpuWork work = plan_forward(problem, cpu::facts(call.executor->concurrency()));
   const std::shared_ptr<void> memory = workspace(context, work.workspace_bytes);
-  cpu::run_forward(problem, work, out_rows, lse_numbers, *call.executor,
+  cpu::run_forward(problem, work, to.out, to.lse, *call.executor,
                    static_cast<std::byte*>(memory.get()));
 }
 
@@ -129,26 +128,7 @@ void backward(const Context& context, const Attention& attention, const Tensor& 
 void merge_states(const Context& context, const Tensor& outs, const Tensor& lses, const Tensor& out,
                   const Tensor& lse) {
   check_device(context);
-  const auto check = [](const char* name, const Tensor& t, std::initializer_list<std::int64_t> want,
-                        bool wide_allowed) {
-    Tensor needed = Tensor::packed(nullptr, t.dtype, want);
-    if (shape_text(t) != shape_text(needed)) {
-      invalid(name, " has shape ", shape_text(t), ": ", shape_text(needed), " is needed");
-    }
-    const bool fits =
-        wide_allowed ? is_float(t.dtype) : t.dtype == DType::kFloat32 || t.dtype == DType::kFloat64;
-    if (!fits) {
-      invalid(name, " is ", onefold::name(t.dtype), ": ",
-              wide_allowed ? "a float dtype" : "float32 or float64", " is needed");
-    }
-    if (t.elements() > 0 && t.data == nullptr) invalid(name, " is a null pointer");
-  };
-  if (outs.rank != 3) invalid("outs has ", outs.rank, " axes: (parts, rows, head_dim) is needed");
-  const std::int64_t parts = outs.shape[0], rows = outs.shape[1], dim = outs.shape[2];
-  check("outs", outs, {parts, rows, dim}, true);
-  check("lses", lses, {parts, rows}, false);
-  check("out", out, {rows, dim}, true);
-  check("lse", lse, {rows}, false);
+  check_merge(outs, lses, out, lse);
   const CallExecutor call(context);
   cpu::merge_states(outs, lses, out, lse, *call.executor);
 }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/overlap.h"
+
 namespace onefold {
 namespace {
 
@@ -300,103 +302,6 @@ void read_variant(Problem& p, const Attention& a) {
   }
 }
 
-struct Bytes {
-  std::intptr_t begin, end;
-};
-Bytes extent_bytes(const Tensor& t) {
-  const auto base = reinterpret_cast<std::intptr_t>(t.data);
-  if (t.elements() == 0) return {base, base};
-  std::int64_t low = 0, high = 0;
-  for (int axis = 0; axis < t.rank; ++axis) {
-    const std::int64_t reach = (t.shape[axis] - 1) * t.stride[axis];
-    (reach < 0 ? low : high) += reach;
-  }
-  const std::int64_t size = size_bytes(t.dtype);
-  return {base + low * size, base + (high + 1) * size};
-}
-
-// Two views of one buffer may interleave without sharing an element (slices of a packed qkv), so
-// overlapping byte ranges are refused only when the two were not cut from the same row pattern.
-bool may_overlap(const Tensor& x, const Tensor& y) {
-  const Bytes a = extent_bytes(x), b = extent_bytes(y);
-  if (a.begin >= b.end || b.begin >= a.end) return false;
-  if (x.rank != y.rank || x.dtype != y.dtype) return true;
-  const int rank = x.rank;
-  const std::int64_t size = size_bytes(x.dtype);
-  // Same outer pattern: disjoint when the offset between them, modulo the row step, keeps the
-  // inner (heads x dim) blocks apart.
-  for (int axis = 0; axis < rank - 2; ++axis) {
-    if (x.stride[axis] != y.stride[axis]) return true;
-  }
-  std::int64_t step = x.stride[rank - 3] < 0 ? -x.stride[rank - 3] : x.stride[rank - 3];
-  if (step == 0) return true;
-  for (int axis = 0; axis < rank - 3; ++axis) {
-    if (x.shape[axis] > 1 && x.stride[axis] % step != 0) return true;
-  }
-  const auto inner = [rank](const Tensor& t) {
-    Tensor block = t;
-    for (int axis = 0; axis < rank - 2; ++axis) block.shape[axis] = 1;
-    return extent_bytes(block);
-  };
-  step *= size;
-  const Bytes p = inner(x), q = inner(y);
-  if (p.end - p.begin > step || q.end - q.begin > step) return true;
-  const std::intptr_t gap = (((q.begin - p.begin) % step) + step) % step;
-  return !(gap >= p.end - p.begin && gap + (q.end - q.begin) <= step);
-}
-
-void check_writable(const char* name, const Tensor& t) {
-  for (int axis = 0; axis < t.rank; ++axis) {
-    if (t.shape[axis] > 1 && t.stride[axis] == 0) {
-      invalid(name, " has stride 0 on axis ", axis, ": an output needs memory of its own");
-    }
-  }
-}
-
-void check_no_overlap(const char* name, const Tensor& t, const Attention& a) {
-  check_writable(name, t);
-  const auto against = [&](const char* other, const Tensor& u) {
-    if (t.elements() > 0 && u.elements() > 0 && may_overlap(t, u)) {
-      invalid(name, " shares memory with ", other, ": an output needs memory of its own");
-    }
-  };
-  against("q", a.q);
-  against("k", a.k);
-  against("v", a.v);
-  if (a.bias) against("bias", *a.bias);
-  if (a.mask) against("mask", *a.mask);
-  if (a.alibi_slopes) against("alibi_slopes", *a.alibi_slopes);
-  if (a.sinks) against("sinks", *a.sinks);
-}
-
-}  // namespace
-
-std::string shape_text(const Tensor& tensor) {
-  std::string text = "(";
-  for (int axis = 0; axis < tensor.rank; ++axis) {
-    if (axis > 0) text += ", ";
-    text += std::to_string(tensor.shape[axis]);
-  }
-  return text + (tensor.rank == 1 ? ",)" : ")");
-}
-
-Problem make_problem(const Attention& a) {
-  Problem p;
-  read_shapes(p, a);
-  read_sequences(p, a);
-  p.q = rows_view(a.q, p.packed);
-  p.k = rows_view(a.k, p.packed);
-  p.v = rows_view(a.v, p.packed);
-  read_variant(p, a);
-  return p;
-}
-
-Rows make_out(const Problem& p, const Attention& a, const Tensor& out) {
-  check_same_rows("out", out, "q", a.q, p.dim_v);
-  check_no_overlap("out", out, a);
-  return rows_view(out, p.packed);
-}
-
 Numbers make_lse(const Problem& p, const Tensor& t, const char* name) {
   const DType want = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   check_tensor(t, name, p.packed ? 2 : 3);
@@ -417,6 +322,56 @@ Numbers make_lse(const Problem& p, const Tensor& t, const char* name) {
   return n;
 }
 
+void read_inputs(Footprint& memory, const Attention& a) {
+  memory.reads("q", a.q);
+  memory.reads("k", a.k);
+  memory.reads("v", a.v);
+  memory.reads("bias", a.bias);
+  memory.reads("mask", a.mask);
+  memory.reads("alibi_slopes", a.alibi_slopes);
+  memory.reads("sinks", a.sinks);
+  memory.reads("cu_seqlens_q", a.cu_seqlens_q);
+  memory.reads("cu_seqlens_k", a.cu_seqlens_k);
+  memory.reads("seqused_q", a.seqused_q);
+  memory.reads("seqused_k", a.seqused_k);
+}
+
+}  // namespace
+
+std::string shape_text(const Tensor& tensor) {
+  std::string text = "(";
+  for (int axis = 0; axis < std::min(tensor.rank, kMaxRank); ++axis) {
+    if (axis > 0) text += ", ";
+    text += std::to_string(tensor.shape[axis]);
+  }
+  if (tensor.rank > kMaxRank) text += ", ...";  // there are no more to print
+  return text + (tensor.rank == 1 ? ",)" : ")");
+}
+
+Problem make_problem(const Attention& a) {
+  Problem p;
+  read_shapes(p, a);
+  read_sequences(p, a);
+  p.q = rows_view(a.q, p.packed);
+  p.k = rows_view(a.k, p.packed);
+  p.v = rows_view(a.v, p.packed);
+  read_variant(p, a);
+  return p;
+}
+
+ForwardTensors make_forward(const Problem& p, const Attention& a, const Tensor& out,
+                            const std::optional<Tensor>& lse) {
+  ForwardTensors t;
+  check_same_rows("out", out, "q", a.q, p.dim_v);
+  t.out = rows_view(out, p.packed);
+  if (lse) t.lse = make_lse(p, *lse, "lse");
+  Footprint memory;
+  read_inputs(memory, a);
+  memory.writes("out", out);
+  memory.writes("lse", lse);
+  return t;
+}
+
 BackwardTensors make_backward(const Problem& p, const Attention& a, const Tensor& out,
                               const Tensor& lse, const std::optional<Tensor>& dout,
                               const std::optional<Tensor>& dlse, const Gradients& g) {
@@ -433,7 +388,6 @@ BackwardTensors make_backward(const Problem& p, const Attention& a, const Tensor
                         const Tensor& of) {
     if (!d) return Rows{};
     check_same_rows(name, *d, of_name, of, of.shape[of.rank - 1]);
-    check_no_overlap(name, *d, a);
     return rows_view(*d, p.packed);
   };
   t.dq = like("dq", g.dq, "q", a.q);
@@ -444,7 +398,6 @@ BackwardTensors make_backward(const Problem& p, const Attention& a, const Tensor
     if (!d) return false;
     if (!of) invalid(name, " was asked for without ", of_name, ": there is nothing to derive by");
     check_tensor(*d, name, of->rank);
-    check_writable(name, *d);
     if (d->dtype != of->dtype || shape_text(*d) != shape_text(*of)) {
       invalid(name, " is ", onefold::name(d->dtype), " ", shape_text(*d), ": ",
               onefold::name(of->dtype), " ", shape_text(*of), " is needed, as ", of_name);
@@ -460,7 +413,46 @@ BackwardTensors make_backward(const Problem& p, const Attention& a, const Tensor
   if (same_shape("dsinks", g.dsinks, a.sinks, "sinks")) {
     t.dsinks = per_head("dsinks", *g.dsinks, p, false);
   }
+  Footprint memory;
+  read_inputs(memory, a);
+  memory.reads("out", out);
+  memory.reads("lse", lse);
+  memory.reads("dout", dout);
+  memory.reads("dlse", dlse);
+  memory.writes("dq", g.dq);
+  memory.writes("dk", g.dk);
+  memory.writes("dv", g.dv);
+  memory.writes("dbias", g.dbias);
+  memory.writes("dslopes", g.dslopes);
+  memory.writes("dsinks", g.dsinks);
   return t;
+}
+
+void check_merge(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tensor& lse) {
+  check_tensor(outs, "outs", 3);
+  const std::int64_t parts = outs.shape[0], rows = outs.shape[1], dim = outs.shape[2];
+  const auto check = [](const char* name, const Tensor& t, std::initializer_list<std::int64_t> want,
+                        bool narrow_allowed) {
+    check_tensor(t, name, static_cast<int>(want.size()));
+    const Tensor needed = Tensor::packed(nullptr, t.dtype, want);
+    if (shape_text(t) != shape_text(needed)) {
+      invalid(name, " has shape ", shape_text(t), ": ", shape_text(needed), " is needed");
+    }
+    const bool wide = t.dtype == DType::kFloat32 || t.dtype == DType::kFloat64;
+    if (!(wide || (narrow_allowed && is_float(t.dtype)))) {
+      invalid(name, " is ", onefold::name(t.dtype), ": ",
+              narrow_allowed ? "a float dtype" : "float32 or float64", " is needed");
+    }
+  };
+  check("outs", outs, {parts, rows, dim}, true);
+  check("lses", lses, {parts, rows}, false);
+  check("out", out, {rows, dim}, true);
+  check("lse", lse, {rows}, false);
+  Footprint memory;
+  memory.reads("outs", outs);
+  memory.reads("lses", lses);
+  memory.writes("out", out);
+  memory.writes("lse", lse);
 }
 
 }  // namespace onefold

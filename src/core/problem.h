@@ -85,6 +85,12 @@ struct Problem {
   Variant variant;
 };
 
+// What forward writes.
+struct ForwardTensors {
+  Rows out;
+  Numbers lse;
+};
+
 // Everything backward reads and writes besides the problem.
 struct BackwardTensors {
   Rows out, dout, dq, dk, dv;
@@ -94,11 +100,12 @@ struct BackwardTensors {
 
 // Throw onefold::Error with one sentence when something does not fit.
 Problem make_problem(const Attention& attention);
-Rows make_out(const Problem& problem, const Attention& attention, const Tensor& out);
-Numbers make_lse(const Problem& problem, const Tensor& lse, const char* name);
+ForwardTensors make_forward(const Problem& problem, const Attention& attention, const Tensor& out,
+                            const std::optional<Tensor>& lse);
 BackwardTensors make_backward(const Problem& problem, const Attention& attention, const Tensor& out,
                               const Tensor& lse, const std::optional<Tensor>& dout,
                               const std::optional<Tensor>& dlse, const Gradients& gradients);
+void check_merge(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tensor& lse);
 
 // "(2, 128, 8, 64)"
 std::string shape_text(const Tensor& tensor);

@@ -135,16 +135,32 @@ struct At {
   T distance;  // |i + Sk - Sq - j|, read when has_slopes
 };
 
+// The constants of a score in T, made once where a score is made often. A kernel compiled for what a
+// variant does sets the flags from what it was compiled for.
+template <class T>
+struct Modifier {
+  bool capped, biased, sloped;
+  T inverse_cap, cap;
+};
+template <class T>
+inline Modifier<T> modifier(const Variant& v) {
+  using Scalar = typename Arith<T>::Scalar;
+  const double inverse = v.softcap > 0.0 ? 1.0 / v.softcap : 0.0;
+  return {v.softcap > 0.0, v.has_bias, v.has_slopes, Arith<T>::splat(Scalar(inverse)),
+          Arith<T>::splat(Scalar(v.softcap))};
+}
+
 // The modified score in natural units. `x` is scale * q.k, of type T or Dual<T>.
 template <class X, class T>
-inline X score(const Variant& v, X x, const At<T>& at) {
-  using Scalar = typename Arith<T>::Scalar;
-  if (v.softcap > 0.0) {
-    x = capped(x, Arith<T>::splat(Scalar(1.0 / v.softcap)), Arith<T>::splat(Scalar(v.softcap)));
-  }
-  if (v.has_bias) x = x + at.bias;
-  if (v.has_slopes) x = x - at.slope * at.distance;
+inline X score(const Modifier<T>& m, X x, const At<T>& at) {
+  if (m.capped) x = capped(x, m.inverse_cap, m.cap);
+  if (m.biased) x = x + at.bias;
+  if (m.sloped) x = x - at.slope * at.distance;
   return x;
+}
+template <class X, class T>
+inline X score(const Variant& v, X x, const At<T>& at) {
+  return score(modifier<T>(v), x, at);
 }
 
 // ---- dropout ----

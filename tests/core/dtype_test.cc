@@ -162,8 +162,7 @@ TEST(DType, subnormal_bfloat16_keeps_its_bits) {
 }
 
 TEST(DType, numbers_are_loaded_and_stored_at_their_index_alone) {
-  for (const DType dtype :
-       {DType::kFloat64, DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+  for (const DType dtype : {DType::kFloat64, DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
     const auto size = static_cast<std::size_t>(size_bytes(dtype));
     std::vector<unsigned char> memory(5 * size, 0xAB);
     const std::vector<unsigned char> before = memory;
@@ -180,7 +179,8 @@ TEST(DType, booleans_and_integers_are_read_exactly) {
   const std::uint8_t flags[] = {0, 1, 2, 255};
   EXPECT_EQ(load_number(flags, DType::kBool, 0), 0.0);
   for (int idx = 1; idx < 4; ++idx) EXPECT_EQ(load_number(flags, DType::kBool, idx), 1.0);
-  const std::int64_t wide[] = {(std::int64_t{1} << 53) + 1, std::numeric_limits<std::int64_t>::min()};
+  const std::int64_t wide[] = {(std::int64_t{1} << 53) + 1,
+                               std::numeric_limits<std::int64_t>::min()};
   EXPECT_EQ(load_integer(wide, DType::kInt64, 0), wide[0]);  // a double could not hold it
   EXPECT_EQ(load_integer(wide, DType::kInt64, 1), wide[1]);
   const std::int32_t narrow[] = {-7, std::numeric_limits<std::int32_t>::max()};

@@ -133,7 +133,7 @@ TEST(Visibility, tile_class_tells_empty_partial_and_full_tiles_apart) {
             for (i64 i = i0; i < i1; ++i) {
               for (i64 j = j0; j < j1; ++j) pairs += sees(v, n, i, j);
             }
-            const TileClass want = pairs == 0                         ? TileClass::kEmpty
+            const TileClass want = pairs == 0                       ? TileClass::kEmpty
                                    : pairs == (i1 - i0) * (j1 - j0) ? TileClass::kFull
                                                                     : TileClass::kPartial;
             ASSERT_EQ(tile_class(v, n, i0, i1, j0, j1), want)
