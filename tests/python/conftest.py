@@ -1,0 +1,56 @@
+"""Devices, dtypes, memory and the seed of the generated tests."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--case-seed",
+        default="0",
+        help="seed of the generated option combinations: a number, or 'random' for a new one",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seed = config.getoption("--case-seed")
+    config.case_seed = random.SystemRandom().randrange(2**31) if seed == "random" else int(seed)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"generated cases: --case-seed={config.case_seed}"
+
+
+def devices() -> list[str]:
+    """Where onefold computes on this machine."""
+    return ["cpu"]
+
+
+@pytest.fixture(params=devices())
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["float32", "bfloat16", "float16", "float64"])
+def dtype(request: pytest.FixtureRequest):
+    import torch
+
+    return getattr(torch, request.param)
+
+
+@pytest.fixture(params=["plain", "nan", "guard"])
+def place(request: pytest.FixtureRequest):
+    """Puts an input into memory of three kinds: ordinary; a view inside a buffer of NaN, while all
+    new memory is NaN too; and the last bytes before an inaccessible page."""
+    import buffers
+
+    if request.param == "plain":
+        yield lambda x: x
+    elif request.param == "guard":
+        yield buffers.guarded
+    else:
+        with buffers.poisoned_allocations():
+            yield buffers.surrounded
