@@ -1,6 +1,7 @@
 """A priori error bounds of the CPU backend, from the oracle's terms.
 
-A bound is sum over sources of size[source] * term[source], plus the rounding of the stored result.
+A bound is the sum over sources of size[source] * term[source]; to that of a gradient its own
+rounding is added (that of out and lse is among their sources).
 u is the unit roundoff of the arithmetic: 2^-24, or 2^-53 when q is float64. A sum of n terms errs
 by gamma_n = n u / (1 - n u) at most; from 32 terms on the probabilistic 6 sqrt(n) u holds in
 practice (N. Higham, T. Mary, "A new approach to probabilistic rounding error analysis", SISC 2019).

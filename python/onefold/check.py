@@ -1,7 +1,8 @@
 """`onefold check`: options and edge cases on this machine, in both directions, against the oracle.
 
 Every element of out, lse and each gradient must lie within its a priori error bound (`_bounds`).
-A cell shows the largest error as a fraction of its bound.
+A cell shows the largest error as a fraction of its bound; for 16-bit results that is mostly the
+rounding of the result itself, which comes close to its bound wherever there are many results.
 """
 
 from __future__ import annotations
@@ -111,15 +112,16 @@ def worst(got: Tensor, want: Tensor, bound: Tensor) -> float:
     return ratio.max().item() if ratio.numel() else 0.0
 
 
-def bound_of(terms: Tensor, want: Tensor, sizes: dict[str, float], dtype: str) -> Tensor:
+def bound_of(terms: Tensor, sizes: dict[str, float], dtype: str) -> Tensor:
+    """`dtype` is what the result is stored in."""
     import torch
 
     from onefold import reference
 
     weights = torch.tensor([sizes[s] for s in reference.SOURCES], dtype=torch.float64)
     total = torch.tensordot(weights, terms.nan_to_num(), dims=1)
-    # Twice: the oracle rounds too, which only float64 notices.
-    return 2 * total + _bounds.UNIT[dtype] * want.abs().nan_to_num() + _bounds.TINY[dtype]
+    # The oracle rounds too, which only float64 notices.
+    return (2 if dtype == "float64" else 1) * total + _bounds.TINY[dtype]
 
 
 def judge(case: Case, dtype: str) -> tuple[float, float]:
@@ -153,8 +155,8 @@ def judge(case: Case, dtype: str) -> tuple[float, float]:
     want_out, want_lse = reference.attention(q, k, v, **options)
     terms = reference.forward_terms(q, k, v, **options)
     forward = max(
-        worst(out, want_out, bound_of(terms.out, want_out, sizes, dtype)),
-        worst(lse, want_lse, bound_of(terms.lse, want_lse, sizes, wide)),
+        worst(out, want_out, bound_of(terms.out, sizes, dtype)),
+        worst(lse, want_lse, bound_of(terms.lse, sizes, wide)),
     )
     want = reference.gradients(q, k, v, dout=dout, dlse=dlse, **options)
     want_terms = reference.gradient_terms(q, k, v, dout=dout, dlse=dlse, **options)
@@ -162,7 +164,7 @@ def judge(case: Case, dtype: str) -> tuple[float, float]:
     for name, got in zip(given, found, strict=True):
         exact, exact_terms = getattr(want, name), getattr(want_terms, name)
         stored = str(got.dtype).removeprefix("torch.")
-        bound = bound_of(exact_terms, exact, sizes, stored)
+        bound = bound_of(exact_terms, sizes, stored) + _bounds.UNIT[stored] * exact.abs()
         backward = max(backward, worst(got, exact, bound))
     return forward, backward
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -170,6 +176,69 @@ def test_results_and_gradients_are_the_same_bits_for_any_number_of_threads():
         onefold.set_num_threads(before)
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_calls_from_several_threads_at_once_give_the_same_bits():
+    inputs = make_inputs(torch.float32, sq=200, sk=300)
+    expected = onefold.attention(*inputs)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: onefold.attention(*inputs), range(16)))
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_other_python_threads_run_while_attention_computes():
+    x = torch.randn(1, 2000, 4, 64)
+    running = threading.Event()
+    done = threading.Event()
+
+    def work():
+        running.set()
+        for _ in range(3):
+            onefold.attention(x, x, x)
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    running.wait()
+    steps = 0
+    while not done.is_set():
+        steps += 1
+        time.sleep(1e-3)
+    thread.join()
+    assert steps > 5  # with the interpreter locked, about one for each call
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_computes_too():
+    code = (
+        "import os, torch, onefold\n"
+        "torch.set_num_threads(1)\n"  # torch's own threads do not survive a fork
+        "onefold.set_num_threads(2)\n"
+        "x = torch.randn(2, 300, 4, 64)\n"
+        "expected = onefold.attention(x, x, x)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os._exit(0 if torch.equal(onefold.attention(x, x, x), expected) else 1)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("order", ["import onefold, torch", "import torch, onefold"])
+def test_the_first_call_may_be_a_compiled_one_in_either_order_of_imports(order):
+    code = (
+        f"{order}\n"
+        "x = torch.ones(1, 5, 2, 8)\n"
+        "call = torch.compile(onefold.attention, fullgraph=True, backend='aot_eager')\n"
+        "assert torch.equal(call(x, x, x), x)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
 
 
 # ---- the oracle ----
