@@ -11,6 +11,8 @@
 #include <string_view>
 #include <vector>
 
+#include "onefold/error.h"
+
 namespace onefold::jit {
 
 // One translation unit with one kernel. The text may include the embedded headers by the names that
