@@ -25,9 +25,26 @@ std::shared_ptr<void> heap(std::size_t bytes) {
   return {p, std::free};
 }
 
+// Each calling thread keeps its last workspace up to this size: fresh pages cost a decoding step as
+// much as its arithmetic.
+constexpr std::size_t kMostKeptBytes = std::size_t{32} << 20;
+std::shared_ptr<void> kept_or_new(std::size_t bytes) {
+  thread_local std::shared_ptr<void> kept;
+  thread_local std::size_t kept_bytes = 0;
+  if (bytes > kMostKeptBytes) return heap(bytes);
+  if (bytes > kept_bytes) {
+    kept.reset();
+    kept_bytes = 0;
+    kept = heap(bytes);
+    kept_bytes = bytes;
+  }
+  // A call inside a call (an executor that runs another question) must not share it.
+  return kept.use_count() == 1 ? kept : heap(bytes);
+}
+
 std::shared_ptr<void> workspace(const Context& context, std::size_t bytes) {
   if (bytes == 0) return nullptr;
-  if (!context.allocate) return heap(bytes);
+  if (!context.allocate) return kept_or_new(bytes);
   std::shared_ptr<void> p = context.allocate(bytes);
   if (!p || reinterpret_cast<std::uintptr_t>(p.get()) % kAlignment != 0) {
     invalid("Context::allocate gave ", p ? "memory that is not 64-byte aligned" : "nothing",

@@ -22,6 +22,8 @@ struct Item {
   std::int64_t key_begin = 0, key_end = kUnbounded;
   std::int64_t partial = -1;
   bool first = true;  // of the stretches of one split
+  // A split's item covers heads [kv_head, kv_head + kv_heads); their states lie partial_step apart.
+  std::int64_t kv_heads = 1, partial_step = 0;
 };
 
 // Few rows against many keys: states of fixed stretches of keys, merged in ascending order.

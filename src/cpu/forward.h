@@ -15,6 +15,7 @@
 
 #include <cmath>
 
+#include "cpu/decode.h"
 #include "cpu/tile.h"
 
 namespace onefold::cpu::ONEFOLD_ISA {
@@ -26,7 +27,8 @@ template <class R>
 struct ForwardScratch {
   R *k_panels, *v_panels, *row, *rows, *scores, *addend, *dropout;
   int *poison_counts, *poison_keys;
-  R *qt, *out, *ref, *sum;  // per query tile of the item
+  R *qt, *out, *ref, *sum;                             // per query tile of the item
+  R *decode_q, *decode_out, *decode_ref, *decode_sum;  // per key/value head
   LaneFacts<R> lanes;
   std::int64_t qt_size, out_size;
 
@@ -49,10 +51,19 @@ struct ForwardScratch {
     scores = arena.take<R>(panel_keys * kLanes<R>);
     addend = arena.take<R>(p.bias || p.mask ? t.keys * kLanes<R> : 0);
     dropout = arena.take<R>(p.variant.dropout() ? t.keys * kLanes<R> : 0);
-    qt = arena.take<R>(tiles_per_item * qt_size);
+    const std::int64_t split_rows = kSplitRows * padded_dim<R>(p.dim_v);
+    qt = arena.take<R>(tiles_per_item * qt_size > split_rows ? tiles_per_item * qt_size
+                                                             : split_rows);
     out = arena.take<R>(tiles_per_item * out_size);
     ref = arena.take<R>(tiles_per_item * kLanes<R>);
     sum = arena.take<R>(tiles_per_item * kLanes<R>);
+    if constexpr (sizeof(R) == 4) {
+      const std::int64_t rows = decodable(p, 1) ? p.heads_k * kDecodeRows : 0;
+      decode_q = arena.take<R>(rows * p.dim);
+      decode_out = arena.take<R>(rows * padded_dim<R>(p.dim_v));
+      decode_ref = arena.take<R>(rows);
+      decode_sum = arena.take<R>(rows);
+    }
   }
 };
 
@@ -70,8 +81,8 @@ struct ForwardItem {
     return query_tile<R>(heads, row_begin, row_end);
   }
 
-  // `with_sink`: the rows start from their sink; else empty.
-  void load_queries(const QueryTile& tile, bool with_sink, R* qt, R* out, R* ref, R* sum) {
+  // q's rows, scaled, into s.rows; the rows' states at their start, with their sink or empty.
+  void load_queries(const QueryTile& tile, bool with_sink, R* ref, R* sum) {
     const int width = tile.vectors * kWidth<R>;
     const double factor = p.variant.scale * (p.variant.scale_only() ? kLog2E : 1.0);
     const std::int64_t step = padded_dim<R>(p.dim);
@@ -94,8 +105,6 @@ struct ForwardItem {
       ref[lane] = start.ref;
       sum[lane] = start.sum;
     }
-    transpose(s.rows, step, width, p.dim, qt, width);
-    for (std::int64_t x = 0; x < round_up(p.dim_v, kPanel) * width; ++x) out[x] = R(0);
   }
 
   void pack(std::int64_t key_begin, std::int64_t key_end) {
@@ -304,8 +313,12 @@ struct ForwardItem {
     const Tiles& t = call.tiles;
     const std::int64_t num_tiles = (row_end - row_begin + kLanes<R> - 1) / kLanes<R>;
     for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
-      load_queries(tile(row_begin + idx * kLanes<R>, row_end), with_sink, s.qt + idx * s.qt_size,
-                   s.out + idx * s.out_size, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
+      const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
+      const int width = q.vectors * kWidth<R>;
+      load_queries(q, with_sink, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
+      transpose(s.rows, padded_dim<R>(p.dim), width, p.dim, s.qt + idx * s.qt_size, width);
+      R* out = s.out + idx * s.out_size;
+      for (std::int64_t x = 0; x < round_up(p.dim_v, kPanel) * width; ++x) out[x] = R(0);
     }
     const TileRange all =
         kv_range(p.variant, seq.used, row_begin / heads.group, (row_end - 1) / heads.group + 1);
@@ -387,36 +400,134 @@ static void redo_extreme_rows(const ForwardCall& call, const Item& item, const f
   }
 }
 
+// The rows of an item against its keys by vectors along d; leaves the states of head n of the item
+// at decode_*[n]. Heads take turns at every key tile, because their keys are neighbours in memory.
+template <class T>
+inline void decode_heads(const ForwardCall& call, const Item& item, bool with_sink,
+                         ForwardScratch<float>& s) {
+  const Problem& p = *call.problem;
+  const Sequence& seq = p.sequences[static_cast<std::size_t>(item.b)];
+  const std::int64_t q_step = padded_dim<float>(p.dim), step = padded_dim<float>(p.dim_v);
+  const std::int64_t rows = item.row_end - item.row_begin;
+  const auto state = [&](std::int64_t n) {
+    return DecodeState{s.decode_q + n * kDecodeRows * p.dim, s.decode_out + n * kDecodeRows * step,
+                       s.decode_ref + n * kDecodeRows, s.decode_sum + n * kDecodeRows};
+  };
+  const auto tile_of = [&](std::int64_t n) {
+    return query_tile<float>(head_group(p, item.b, item.kv_head + n), item.row_begin, item.row_end);
+  };
+  for (std::int64_t n = 0; n < item.kv_heads; ++n) {
+    const QueryTile tile = tile_of(n);
+    ForwardItem<float> work{call, p, s, tile.heads, seq, nullptr, true};
+    work.load_queries(tile, with_sink, s.ref, s.sum);
+    const DecodeState to = state(n);
+    for (int r = 0; r < kDecodeRows; ++r) {
+      const bool live = r < rows;
+      for (std::int64_t d = 0; d < p.dim; ++d) {
+        s.decode_q[(n * kDecodeRows + r) * p.dim + d] = live ? s.rows[r * q_step + d] : 0.0f;
+      }
+      to.ref[r] = live ? s.ref[r] : kEmpty<float>;
+      to.sum[r] = live ? s.sum[r] : 0.0f;
+    }
+    for (std::int64_t x = 0; x < kDecodeRows * step; ++x) to.out[x] = 0;
+  }
+  const QueryTile any = tile_of(0);
+  const TileRange seen = kv_range(p.variant, seq.used, any.query_begin(), any.query_end());
+  const std::int64_t end = seen.end < item.key_end ? seen.end : item.key_end;
+  std::int64_t j = seen.begin > item.key_begin ? seen.begin : item.key_begin;
+  for (j = j / kDecodeKeys * kDecodeKeys; j < end; j += kDecodeKeys) {
+    const auto keys_from = [&](std::int64_t first) {
+      return static_cast<int>(clamp(end - first, 0, kDecodeKeys));
+    };
+    for (std::int64_t n = 0; n < item.kv_heads; ++n) {
+      const QueryTile tile = tile_of(n);
+      set_lanes(p, tile, s.lanes);
+      const bool last = n + 1 == item.kv_heads;
+      const std::int64_t next = last ? j + kDecodeKeys : j;
+      const Ahead ahead{p.k.at(item.b, seq.k_begin + next, item.kv_head + (last ? 0 : n + 1)),
+                        p.k.row * std::int64_t{sizeof(T)}, p.dim * std::int64_t{sizeof(T)},
+                        keys_from(next)};
+      decode_tile_any<T>(p, seq, tile, s.lanes, state(n), step, j, keys_from(j), ahead, s.row);
+    }
+  }
+}
+
+// Leaves the states of rows [0, rows) for merge_split_item.
+template <class R>
+inline void keep_partial(const ForwardCall& call, std::int64_t slot, std::int64_t rows,
+                         const R* out, const R* ref, const R* sum) {
+  const Problem& p = *call.problem;
+  const std::size_t at = static_cast<std::size_t>(slot) * Partial<R>::bytes(p);
+  const Partial<R> partial(call.partials + at, p);
+  for (std::int64_t x = 0; x < rows * padded_dim<R>(p.dim_v); ++x) partial.out[x] = out[x];
+  for (std::int64_t r = 0; r < rows; ++r) {
+    partial.ref[r] = ref[r];
+    partial.sum[r] = sum[r];
+  }
+}
+
+static void decode_item(const ForwardCall& call, const Item& item, bool with_sink,
+                        ForwardScratch<float>& s, Arena& arena) {
+  const Problem& p = *call.problem;
+  if (p.dtype == DType::kBFloat16) {
+    decode_heads<BFloat16>(call, item, with_sink, s);
+  } else if (p.dtype == DType::kFloat16) {
+    decode_heads<Float16>(call, item, with_sink, s);
+  } else {
+    decode_heads<float>(call, item, with_sink, s);
+  }
+  const std::int64_t rows = item.row_end - item.row_begin, step = padded_dim<float>(p.dim_v);
+  for (std::int64_t n = 0; n < item.kv_heads; ++n) {
+    const float* out = s.decode_out + n * kDecodeRows * step;
+    const float *ref = s.decode_ref + n * kDecodeRows, *sum = s.decode_sum + n * kDecodeRows;
+    if (item.partial >= 0) {
+      keep_partial(call, item.partial + n * item.partial_step, rows, out, ref, sum);
+      continue;
+    }
+    const HeadGroup heads = head_group(p, item.b, item.kv_head + n);
+    ForwardItem<float> work{call,    p,   s, heads, p.sequences[static_cast<std::size_t>(item.b)],
+                            nullptr, true};
+    for (std::int64_t x = 0; x < rows * step; ++x) s.rows[x] = out[x];
+    if (work.finish(work.tile(item.row_begin, item.row_end), item.row_begin, ref, sum)) {
+      redo_extreme_rows(call, {item.b, heads.kv_head, item.row_begin, item.row_end}, ref, arena);
+    }
+  }
+}
+
 template <class R>
 void forward_item(const ForwardCall& call, std::int64_t index, int worker) {
   const Problem& p = *call.problem;
   const Item& item = call.items[index];
   Arena arena(call.scratch + static_cast<std::size_t>(worker) * call.scratch_bytes);
-  const std::int64_t tiles = (item.row_end - item.row_begin + kLanes<R> - 1) / kLanes<R>;
+  const std::int64_t rows = item.row_end - item.row_begin;
+  const std::int64_t tiles = (rows + kLanes<R> - 1) / kLanes<R>;
   ForwardScratch<R> s(arena, p, call.tiles, tiles);
   const Sequence& seq = p.sequences[static_cast<std::size_t>(item.b)];
-  ForwardItem<R> work{call, p, s, head_group(p, item.b, item.kv_head), seq, nullptr, tiles == 1};
   // The sink belongs to the whole row: of a split, the first stretch brings it.
   const bool with_sink = item.partial < 0 || item.first;
-  work.run(item.row_begin, item.row_end, item.key_begin, item.key_end, with_sink);
-  if (item.partial >= 0) {
-    const std::size_t at = static_cast<std::size_t>(item.partial) * Partial<R>::bytes(p);
-    const Partial<R> partial(call.partials + at, p);
-    const std::int64_t rows = item.row_end - item.row_begin;
+  if constexpr (sizeof(R) == 4) {
+    // Asked of the sequence, not of the item: how work is cut up must not choose the arithmetic.
+    if (decodable(p, seq.used.q * p.group)) return decode_item(call, item, with_sink, s, arena);
+  }
+  for (std::int64_t n = 0; n < item.kv_heads; ++n) {
+    const HeadGroup heads = head_group(p, item.b, item.kv_head + n);
+    ForwardItem<R> work{call, p, s, heads, seq, nullptr, tiles == 1};
+    work.run(item.row_begin, item.row_end, item.key_begin, item.key_end, with_sink);
+    if (item.partial < 0) {
+      const bool extreme = work.finish_all(item.row_begin, item.row_end);
+      if constexpr (sizeof(R) == 4) {
+        if (extreme) redo_extreme_rows(call, item, s.ref, arena);
+      }
+      continue;
+    }
+    const std::int64_t step = padded_dim<R>(p.dim_v);
+    R* out = s.qt;  // the queries are done with: room for kSplitRows rows
     for (std::int64_t r = 0; r < rows; r += kLanes<R>) {
       const QueryTile tile = work.tile(r, rows);
       transpose(s.out + r / kLanes<R> * s.out_size, tile.vectors * kWidth<R>, p.dim_v, tile.rows,
-                partial.out + r * padded_dim<R>(p.dim_v), padded_dim<R>(p.dim_v));
+                out + r * step, step);
     }
-    for (std::int64_t r = 0; r < rows; ++r) {
-      partial.ref[r] = s.ref[r];
-      partial.sum[r] = s.sum[r];
-    }
-    return;
-  }
-  const bool extreme = work.finish_all(item.row_begin, item.row_end);
-  if constexpr (sizeof(R) == 4) {
-    if (extreme) redo_extreme_rows(call, item, s.ref, arena);
+    keep_partial(call, item.partial + n * item.partial_step, rows, out, s.ref, s.sum);
   }
 }
 

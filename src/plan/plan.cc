@@ -40,7 +40,7 @@ std::int64_t cost(const Problem& p, const Item& item) {
 
 // Few rows against many keys (decoding): stretches of kSplitKeys keys, whoever runs them. Returns
 // false when the rows see no more than one stretch.
-bool split_keys(const Problem& p, std::int64_t b, CpuWork& w) {
+bool split_keys(const Problem& p, std::int64_t b, const CpuFacts& facts, CpuWork& w) {
   const Sequence& s = p.sequences[static_cast<std::size_t>(b)];
   const std::int64_t rows = s.used.q * p.group;
   if (rows == 0 || rows > kSplitRows) return false;
@@ -52,11 +52,19 @@ bool split_keys(const Problem& p, std::int64_t b, CpuWork& w) {
   for (std::int64_t h = 0; h < p.heads_k; ++h) {
     w.splits.push_back({b, h, rows, partial + h * (last - first), last - first});
   }
-  // All heads of a stretch in turn: their keys lie side by side in memory.
+  // Neighbouring heads together, as far as there is work for all threads: their keys lie side by
+  // side in memory.
+  const std::int64_t count = last - first;
+  const std::int64_t together = std::clamp<std::int64_t>(
+      p.batch * count * p.heads_k / (facts.threads * kItemsPerThread), 1, p.heads_k);
   for (std::int64_t n = first; n < last; ++n) {
-    for (std::int64_t h = 0; h < p.heads_k; ++h) {
-      w.items.push_back({b, h, 0, rows, n * kSplitKeys, (n + 1) * kSplitKeys,
-                         partial + h * (last - first) + n - first, n == first});
+    for (std::int64_t h = 0; h < p.heads_k; h += together) {
+      Item item{b, h, 0, rows, n * kSplitKeys, (n + 1) * kSplitKeys};
+      item.partial = partial + h * count + n - first;
+      item.first = n == first;
+      item.kv_heads = std::min(together, p.heads_k - h);
+      item.partial_step = count;
+      w.items.push_back(item);
     }
   }
   w.tiles_per_item = std::max(w.tiles_per_item, ceil_div(kSplitRows, w.tiles.rows));
@@ -77,7 +85,7 @@ CpuWork plan_forward(const Problem& p, const CpuFacts& facts) {
   const std::int64_t step = w.tiles_per_item * w.tiles.rows;
   for (std::int64_t b = 0; b < p.batch; ++b) {
     const std::int64_t rows = p.sequences[static_cast<std::size_t>(b)].used.q * p.group;
-    if (split_keys(p, b, w)) continue;
+    if (split_keys(p, b, facts, w)) continue;
     for (std::int64_t h = 0; h < p.heads_k; ++h) {
       for (std::int64_t r = 0; r < rows; r += step) {
         w.items.push_back({b, h, r, std::min(r + step, rows)});
