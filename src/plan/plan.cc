@@ -34,7 +34,7 @@ std::int64_t cost(const Problem& p, const Item& item) {
   const Sequence& s = p.sequences[static_cast<std::size_t>(item.b)];
   const TileRange keys =
       kv_range(p.variant, s.used, item.row_begin / p.group, (item.row_end - 1) / p.group + 1);
-  return (item.row_end - item.row_begin) *
+  return item.kv_heads * (item.row_end - item.row_begin) *
          (std::min(keys.end, item.key_end) - std::max(keys.begin, item.key_begin));
 }
 
