@@ -213,7 +213,7 @@ def report_speed(
         needed = at_longest["memory", name]["bytes"]
         table.add_row(
             STYLES[name].label,
-            f"{loss:.4f}",
+            f"{loss:.3f}",
             f"{speed:,.0f}",
             f"{at_longest['time', name]['seconds'] * 1e3:.0f} ms",
             "too much" if needed is None else f"{needed / 1e6:.0f} MB",

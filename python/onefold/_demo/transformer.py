@@ -151,7 +151,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def sample(
-        self, prompt: Tensor, length: int, generator: torch.Generator, temperature: float = 0.7
+        self, prompt: Tensor, length: int, generator: torch.Generator, temperature: float = 0.5
     ) -> Tensor:
         """Continues prompt: int64 [S] by `length` tokens; returns int64 [S + length]."""
         tokens = prompt
