@@ -10,20 +10,20 @@ namespace onefold {
 // identity() is neutral and merge is associative (up to rounding) and commutative.
 template <class M>
 concept Monoid = requires(typename M::State a, typename M::State b) {
-  { M::identity() };
-  { M::merge(a, b) };
+  {M::identity()};
+  {M::merge(a, b)};
 };
 
 // lift turns one item into a state, finish a state into the answer.
 template <class F, class Item>
 concept Fold = Monoid<F> && requires(Item item, typename F::State state) {
-  { F::lift(item) };
-  { F::finish(state) };
+  {F::lift(item)};
+  {F::finish(state)};
 };
 
 // The state of items[0, count), merged from the left.
 template <class F, class Item>
-  requires Fold<F, Item>
+requires Fold<F, Item>
 constexpr typename F::State fold_left(const Item* items, long long count) {
   typename F::State state = F::identity();
   for (long long idx = 0; idx < count; ++idx) state = F::merge(state, F::lift(items[idx]));
@@ -32,7 +32,7 @@ constexpr typename F::State fold_left(const Item* items, long long count) {
 
 // The same, merged as a balanced tree whose shape depends on count alone.
 template <class F, class Item>
-  requires Fold<F, Item>
+requires Fold<F, Item>
 constexpr typename F::State fold_tree(const Item* items, long long count) {
   if (count == 0) return F::identity();
   if (count == 1) return F::lift(items[0]);

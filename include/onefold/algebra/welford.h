@@ -1,7 +1,7 @@
 // Mean and variance as a monoid: the same construction as softmax with another action.
 //
-// A state stands for (count, sum, sum of squares), stored with the mean as reference so that it does
-// not cancel; merge is Chan's update. Includes scalar.h only.
+// A state stands for (count, sum, sum of squares), stored with the mean as reference so that it
+// does not cancel; merge is Chan's update. Includes scalar.h only.
 #pragma once
 
 #include "onefold/algebra/scalar.h"
