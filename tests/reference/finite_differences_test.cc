@@ -1,157 +1,127 @@
-// The oracle against finite differences in float64: every gradient, options drawn at random.
+// Every gradient of the oracle against differences of its forward, over random combinations of all
+// options, layouts and lengths.
+//
+// The derivative comes from central differences with steps h, 2h and 4h, extrapolated twice; what
+// the second extrapolation changed bounds its error, beside the rounding of the loss over h.
+
 #include <gtest/gtest.h>
 
-#include <array>
 #include <cmath>
-#include <random>
+#include <limits>
+#include <string>
+#include <utility>
 #include <vector>
 
-#include "onefold/attention.h"
 #include "reference/reference.h"
+#include "tests/algebra/random.h"
+#include "tests/reference/random_question.h"
 
-namespace onefold {
+namespace onefold::test {
 namespace {
 
-struct Numbers {
-  std::vector<double> data;
-  Tensor tensor;
+constexpr double kStep = 0x1p-8;
+
+struct Loss {
+  double value = 0;
+  double magnitude = 0;  // of the terms that were added
 };
 
-class Draw {
- public:
-  explicit Draw(unsigned seed) : engine_(seed) {}
-  int between(int low, int high) {
-    return low + static_cast<int>(engine_() % static_cast<unsigned>(high - low + 1));
-  }
-  bool one_in(int n) { return between(1, n) == 1; }
-  Numbers normal(std::initializer_list<std::int64_t> shape) {
-    Numbers n;
-    n.tensor = Tensor::packed(nullptr, DType::kFloat64, shape);
-    n.data.resize(static_cast<std::size_t>(n.tensor.elements()));
-    for (double& x : n.data) x = gauss_(engine_);
-    n.tensor.data = n.data.data();
-    return n;
-  }
-
- private:
-  std::mt19937 engine_;
-  std::normal_distribution<double> gauss_;
-};
-
-double inner(const std::vector<double>& a, const std::vector<double>& b) {
-  double sum = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    if (std::isfinite(a[i])) sum += a[i] * b[i];  // an empty row's lse is no variable
-  }
+// sum(out * dout) + sum(lse * dlse) over rows that exist and see something.
+Loss loss(const RandomQuestion& question) {
+  const reference::Forward f = reference::forward(question.attention);
+  Loss sum;
+  const auto add = [&](const std::vector<double>& values, const Tensor& cotangent) {
+    const std::vector<double*> weights = elements(cotangent);
+    for (std::size_t n = 0; n < values.size(); ++n) {
+      if (std::isinf(values[n]) || std::isnan(*weights[n])) continue;  // no variable
+      sum.value += values[n] * *weights[n];
+      sum.magnitude += std::abs(values[n] * *weights[n]);
+    }
+  };
+  add(f.out.data, question.dout);
+  add(f.lse.data, question.dlse);
   return sum;
 }
 
-// Steps of 1e-5 leave about 1e-10 of truncation and 1e-11 of rounding for values of order 1; sums
-// of up to 60 such terms stay below this.
-constexpr double kMost = 2e-8;
+void expect_derivative(const RandomQuestion& question, double* x, double gradient) {
+  const double at = *x;
+  double magnitude = 0;
+  const auto slope = [&](double step) {
+    *x = at + step;
+    const Loss above = loss(question);
+    *x = at - step;
+    const Loss below = loss(question);
+    *x = at;
+    magnitude = std::max({magnitude, above.magnitude, below.magnitude});
+    return (above.value - below.value) / (2 * step);
+  };
+  const double d1 = slope(kStep), d2 = slope(2 * kStep), d4 = slope(4 * kStep);
+  const double once = (4 * d1 - d2) / 3, once_coarse = (4 * d2 - d4) / 3;
+  const double twice = (16 * once - once_coarse) / 15;
+  // Both sides sum up to about a hundred products of three or four roundings.
+  const double rounding = 400 * 0x1p-53 * (magnitude + std::abs(at)) / kStep;
+  EXPECT_NEAR(gradient, twice, std::abs(twice - once) + rounding);
+}
 
-TEST(Oracle, gradients_are_those_of_finite_differences) {
-  for (unsigned seed = 0; seed < 150; ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    Draw draw(seed);
-    const int B = 2, Hk = draw.between(1, 2), H = Hk * draw.between(1, 2);
-    const int Sq = draw.between(1, 5), Sk = draw.between(0, 6);
-    const int D = draw.between(1, 4), Dv = draw.between(1, 4);
-    Numbers q = draw.normal({B, Sq, H, D}), k = draw.normal({B, Sk, Hk, D});
-    Numbers v = draw.normal({B, Sk, Hk, Dv}), dout = draw.normal({B, Sq, H, Dv});
-    Numbers dlse = draw.normal({B, H, Sq}), sinks = draw.normal({H});
-    Numbers slopes = draw.one_in(2) ? draw.normal({H}) : draw.normal({B, H});
-    Numbers bias = draw.normal({draw.one_in(2) ? 1 : B, draw.one_in(2) ? 1 : H,
-                                draw.one_in(2) ? 1 : Sq, draw.one_in(2) ? 1 : Sk});
-    std::array<bool, 6> mask{true, false, true, true, false, true};
-    Attention a;
-    a.q = q.tensor;
-    a.k = k.tensor;
-    a.v = v.tensor;
-    a.causal = static_cast<Causal>(draw.between(0, 2));
-    if (draw.one_in(3)) a.scale = draw.between(-1, 1) * 0.7;
-    if (draw.one_in(2)) a.softcap = 1.5;
-    if (draw.one_in(2)) a.bias = bias.tensor;
-    if (draw.one_in(2)) a.alibi_slopes = slopes.tensor;
-    if (draw.one_in(2)) a.sinks = sinks.tensor;
-    if (draw.one_in(3)) a.mask = Tensor::packed(mask.data(), DType::kBool, {Sk});
-    if (draw.one_in(3)) a.window_left = draw.between(-1, 3);
-    if (draw.one_in(3)) a.window_right = draw.between(-1, 3);
-    if (draw.one_in(3)) a.dropout_p = 0.3;
-
-    const auto loss = [&] {
-      const reference::Forward f = reference::forward(a);
-      return inner(f.out.data, dout.data) + inner(f.lse.data, dlse.data);
-    };
-    const reference::Backward g = reference::backward(a, dout.tensor, dlse.tensor);
-    const auto check = [&](const char* name, std::vector<double>& x,
-                           const std::vector<double>& gradient) {
-      ASSERT_EQ(x.size(), gradient.size()) << name;
-      for (std::size_t i = 0; i < x.size(); ++i) {
-        const double at = x[i], step = 1e-5;
-        x[i] = at + step;
-        const double above = loss();
-        x[i] = at - step;
-        const double below = loss();
-        x[i] = at;
-        EXPECT_NEAR((above - below) / (2 * step), gradient[i], kMost) << name << "[" << i << "]";
-      }
-    };
-    check("q", q.data, g.dq.data);
-    check("k", k.data, g.dk.data);
-    check("v", v.data, g.dv.data);
-    if (a.bias) check("bias", bias.data, g.dbias->data);
-    if (a.alibi_slopes) check("slopes", slopes.data, g.dslopes->data);
-    if (a.sinks) check("sinks", sinks.data, g.dsinks->data);
+// The elements of one input and what backward says of them.
+void expect_gradient(const char* name, const RandomQuestion& question, const Tensor& input,
+                     const reference::Array& gradient) {
+  SCOPED_TRACE(name);
+  ASSERT_EQ(gradient.shape, shape_of(input));
+  const std::vector<double*> variables = elements(input);
+  ASSERT_EQ(gradient.data.size(), variables.size());
+  for (std::size_t n = 0; n < variables.size(); ++n) {
+    SCOPED_TRACE("element " + std::to_string(n));
+    if (std::isfinite(*variables[n])) {
+      expect_derivative(question, variables[n], gradient.data[n]);
+    } else {  // NaN where nothing may be read, or a key hidden by minus infinity
+      EXPECT_EQ(gradient.data[n], 0.0);
+    }
   }
 }
 
-TEST(Oracle, two_keys_by_hand) {
-  // Scores 0 and log 3: weights 1/4 and 3/4.
-  std::vector<double> q{1}, k{0, std::log(3.0)}, v{8, 4};
-  Attention a;
-  a.q = Tensor::packed(q.data(), DType::kFloat64, {1, 1, 1, 1});
-  a.k = Tensor::packed(k.data(), DType::kFloat64, {1, 2, 1, 1});
-  a.v = Tensor::packed(v.data(), DType::kFloat64, {1, 2, 1, 1});
-  const reference::Forward f = reference::forward(a);
-  EXPECT_NEAR(f.out.data[0], 5.0, 1e-15);
-  EXPECT_NEAR(f.lse.data[0], std::log(4.0), 1e-15);
+TEST(Oracle, gradients_are_those_of_finite_differences) {
+  for_random_cases(150, [](Random& random) {
+    RandomQuestion question(random);
+    SCOPED_TRACE(question.text);
+    const Attention& a = question.attention;
+    const reference::Backward g = reference::backward(a, question.dout, question.dlse);
+    expect_gradient("q", question, a.q, g.dq);
+    expect_gradient("k", question, a.k, g.dk);
+    expect_gradient("v", question, a.v, g.dv);
+    ASSERT_EQ(g.dbias.has_value(), a.bias.has_value());
+    ASSERT_EQ(g.dslopes.has_value(), a.alibi_slopes.has_value());
+    ASSERT_EQ(g.dsinks.has_value(), a.sinks.has_value());
+    if (a.bias) expect_gradient("bias", question, *a.bias, *g.dbias);
+    if (a.alibi_slopes) expect_gradient("alibi_slopes", question, *a.alibi_slopes, *g.dslopes);
+    if (a.sinks) expect_gradient("sinks", question, *a.sinks, *g.dsinks);
+  });
 }
 
-TEST(Oracle, a_row_without_keys_is_empty_and_a_sink_fills_only_its_lse) {
-  std::vector<double> q{1}, sink{0.5};
-  Attention a;
-  a.q = Tensor::packed(q.data(), DType::kFloat64, {1, 1, 1, 1});
-  a.k = a.v = Tensor::packed(nullptr, DType::kFloat64, {1, 0, 1, 1});
-  EXPECT_EQ(reference::forward(a).out.data[0], 0.0);
-  EXPECT_EQ(reference::forward(a).lse.data[0], -INFINITY);
-  a.sinks = Tensor::packed(sink.data(), DType::kFloat64, {1});
-  EXPECT_EQ(reference::forward(a).out.data[0], 0.0);
-  EXPECT_EQ(reference::forward(a).lse.data[0], 0.5);
-}
-
-TEST(Oracle, a_hidden_key_is_never_read_into_a_row) {
-  std::vector<double> q{1, 1}, k{1, NAN}, v{2, INFINITY};
-  Attention a;
-  a.q = Tensor::packed(q.data(), DType::kFloat64, {1, 2, 1, 1});
-  a.k = Tensor::packed(k.data(), DType::kFloat64, {1, 2, 1, 1});
-  a.v = Tensor::packed(v.data(), DType::kFloat64, {1, 2, 1, 1});
-  a.causal = Causal::kBottomRight;
-  const reference::Forward f = reference::forward(a);
-  EXPECT_EQ(f.out.data[0], 2.0);
-  EXPECT_TRUE(std::isnan(f.out.data[1]));
-  EXPECT_TRUE(std::isnan(f.lse.data[1]));
-}
-
-// D. E. Shaw Research, Random123, known answers of philox4x32-10.
-TEST(Oracle, philox_gives_the_known_answers) {
-  using Words = std::array<std::uint32_t, 4>;
-  EXPECT_EQ(reference::philox4x32_10({0, 0, 0, 0}, {0, 0}),
-            (Words{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
-  const std::uint32_t ones = 0xffffffff;
-  EXPECT_EQ(reference::philox4x32_10({ones, ones, ones, ones}, {ones, ones}),
-            (Words{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
+TEST(Oracle, an_absent_cotangent_counts_as_zero) {
+  for_random_cases(50, [](Random& random) {
+    RandomQuestion question(random);
+    SCOPED_TRACE(question.text);
+    const Attention& a = question.attention;
+    const reference::Backward both = reference::backward(a, question.dout, question.dlse);
+    const reference::Backward of_out = reference::backward(a, question.dout, std::nullopt);
+    const reference::Backward of_lse = reference::backward(a, std::nullopt, question.dlse);
+    const auto expect_sum = [](const reference::Array& all, const reference::Array& x,
+                               const reference::Array& y) {
+      for (std::size_t n = 0; n < all.data.size(); ++n) {
+        EXPECT_NEAR(all.data[n], x.data[n] + y.data[n],
+                    200 * 0x1p-53 * (std::abs(x.data[n]) + std::abs(y.data[n]) + 1));
+      }
+    };
+    expect_sum(both.dq, of_out.dq, of_lse.dq);
+    expect_sum(both.dk, of_out.dk, of_lse.dk);
+    expect_sum(both.dv, of_out.dv, of_lse.dv);
+    for (const double x : of_lse.dv.data) EXPECT_EQ(x, 0.0);
+    const reference::Backward neither = reference::backward(a, std::nullopt, std::nullopt);
+    for (const double x : neither.dq.data) EXPECT_EQ(x, 0.0);
+    for (const double x : neither.dk.data) EXPECT_EQ(x, 0.0);
+  });
 }
 
 }  // namespace
-}  // namespace onefold
+}  // namespace onefold::test
