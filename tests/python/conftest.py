@@ -54,3 +54,14 @@ def place(request: pytest.FixtureRequest):
     else:
         with buffers.poisoned_allocations():
             yield buffers.surrounded
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_torch_thread():
+    """References are small: torch's own threads would only fight with onefold's."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -246,12 +246,12 @@ def make_case(
     family: str,
     dtype: torch.dtype,
     shape: tuple[int, ...],
-    seed: int = 0,
+    draw: int = 0,
     with_dlse: bool = True,
     **options: Any,
 ) -> Case:
-    """`shape` is (B, Sq, Sk, Hq, Hk, D, Dv)."""
-    generator = torch.Generator().manual_seed(seed)
+    """`shape` is (B, Sq, Sk, Hq, Hk, D, Dv); another `draw`, other numbers."""
+    generator = torch.Generator().manual_seed(draw)
     q, k, v, own = FAMILIES[family](generator, shape)
     batch, sq, _, hq, _, _, dv = shape
     dout = normal(generator, batch, sq, hq, dv).to(dtype)
@@ -309,10 +309,8 @@ class Arithmetic:
     lanes: int  # the most queries that one partial sum of dK and dV runs over
     exp2: float  # relative error of 2^x
     flushed: float  # weights below this count as zero
-
-    @staticmethod
-    def key_tile(case: Case) -> int:
-        return 128 if max(case.q.shape[-1], case.v.shape[-1]) <= 64 else 64
+    key_tile: int = 64  # a sum over keys starts afresh in each tile
+    stretch: int = 1024  # and few rows add up each stretch by itself
 
 
 def arithmetic(case: Case, device: str) -> Arithmetic:
@@ -331,8 +329,8 @@ def sizes(case: Case, device: str = "cpu") -> dict[str, float]:
     a = arithmetic(case, device)
     u, options = a.u, case.options
     keys = case.longest_keys
-    tile = min(a.key_tile(case), keys)
-    tiles = -(-keys // a.key_tile(case))
+    tile = min(a.key_tile, keys)
+    tiles = -(-keys // a.key_tile) + -(-keys // a.stretch)
     # With a cap, a bias or slopes, log2(e) is multiplied afterwards, itself rounded.
     modified = any(options.get(name) is not None for name in ("bias", "alibi_slopes")) or (
         options.get("softcap", 0.0) != 0.0
@@ -359,7 +357,7 @@ def sizes(case: Case, device: str = "cpu") -> dict[str, float]:
 def backward_sizes(case: Case, device: str = "cpu") -> dict[str, float]:
     a = arithmetic(case, device)
     u = a.u
-    keys, tile = case.longest_keys, a.key_tile(case)
+    keys, tile = case.longest_keys, a.key_tile
     rows = case.q.shape[0] * (case.q.shape[1] if case.q.dim() == 4 else 1) * case.q.shape[-2]
     over_keys = min(tile, keys) + -(-keys // tile)
     over_queries = a.lanes + -(-rows // 8) + 8  # 8: the least number of lanes, and of chunks

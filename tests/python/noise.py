@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from gates import UNIT, Case, arithmetic
+from gates import TINY, UNIT, Case, arithmetic
 from torch import Tensor
 
 RELATIVE = 0.425  # RMS of a rounding error in units of u
@@ -59,6 +59,12 @@ def partial_sums(products: Tensor, axis: int, block: int) -> Tensor:
     return (running**2).sum((axis, axis + 1)) + (whole.cumsum(axis) ** 2).sum(axis)
 
 
+def of_storing(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Variance of rounding x to a 16-bit format, whose small numbers have an absolute error."""
+    tiny = x.abs().clamp(max=3**-0.5 * TINY[dtype])
+    return (RELATIVE * UNIT[dtype] * x) ** 2 + tiny**2
+
+
 class Prediction:
     """The noise of out, lse and the gradients of a dense case with as many kv heads as heads."""
 
@@ -66,8 +72,7 @@ class Prediction:
         a = arithmetic(case, device)
         self.case, self.u = case, a.u
         self.r2 = (RELATIVE * a.u) ** 2
-        self.stored = (RELATIVE * UNIT[case.dtype]) ** 2 if UNIT[case.dtype] != a.u else 0.0
-        self.tile, self.lanes = a.key_tile(case), a.lanes
+        self.tile, self.lanes = a.key_tile, a.lanes
         q, k, v = (x.double().transpose(1, 2) for x in (case.q, case.k, case.v))
         self.q, self.k, self.v = q, k, v
         scale = case.options.get("scale")
@@ -95,6 +100,10 @@ class Prediction:
             self.drift = torch.zeros_like(score)
         self.of_weight = self.of_score + (EXP2 * a.u) ** 2
 
+    def _of_storing(self, x: Tensor) -> Tensor:
+        narrow = self.case.dtype in (torch.float16, torch.bfloat16)
+        return of_storing(x, self.case.dtype) if narrow else torch.zeros_like(x)
+
     def _of_sum(self) -> Tensor:
         """Relative variance of the denominator, of which two partial sums are kept per tile."""
         return self.r2 * partial_sums(self.p, -1, -(-self.tile // 2))
@@ -105,7 +114,7 @@ class Prediction:
         weighted = self.p.unsqueeze(-1) * deviation
         variance = (weighted**2 * self.of_weight.unsqueeze(-1)).sum(-2)
         sums = partial_sums(self.p.unsqueeze(-1) * self.v.unsqueeze(-3), -2, self.tile)
-        variance = variance + self.r2 * (sums + self.out**2) + self.stored * self.out**2
+        variance = variance + self.r2 * (sums + self.out**2) + self._of_storing(self.out)
         noise = independent(variance)
         noise += shared(self.out, self._of_sum().unsqueeze(-1), (-1,))
         drift = (weighted * self.drift.unsqueeze(-1)).sum(-2)
@@ -137,7 +146,7 @@ class Prediction:
         drift = ds * (self.drift - (p * self.drift).sum(-1, keepdim=True))
 
         def finish(noise: Noise, value: Tensor, blocks: Tensor, shift: Tensor) -> Noise:
-            noise += independent(r2 * (blocks + value**2) + self.stored * value**2)
+            noise += independent(r2 * (blocks + value**2) + self._of_storing(value))
             noise += Noise(shift**2, shift.mean().item() ** 2)
             return Noise(noise.variance.transpose(1, 2), noise.of_mean)
 
@@ -171,10 +180,11 @@ class Prediction:
 def hold_noise(
     got: Tensor, want: Tensor, noise: Noise, what: str, window: tuple[float, float], u: float
 ) -> float:
-    """T2 and T2b of one result: returns rms(error) over its prediction."""
+    """T2 and T2b of one result: returns the RMS of the errors over their predictions."""
     assert got.numel() >= 256, f"{what}: {got.numel()} components are too few"
     error = got.double() - want
-    ratio = (error.square().mean() / noise.variance.mean()).sqrt().item()
+    relative = torch.where(error == 0, 0.0, error.square() / noise.variance)
+    ratio = relative.mean().sqrt().item()
     low, high = window
     assert low <= ratio <= high, f"{what}: rms error is {ratio:.3g} of the predicted, not {window}"
     mean, most = error.mean().abs().item(), 4 * math.sqrt(noise.of_mean) + u
@@ -183,5 +193,5 @@ def hold_noise(
 
 
 def window_of(dtype: torch.dtype) -> tuple[float, float]:
-    """Where rounding to 16 bits dominates the prediction is sharp; else it is an upper one."""
-    return (0.5, 1.6) if dtype in (torch.float16, torch.bfloat16) else (0.0, 3.0)
+    """Where rounding to 16 bits dominates, an error below the predicted one is a fault as well."""
+    return (0.5 if dtype in (torch.float16, torch.bfloat16) else 0.0, 1.6)
