@@ -96,6 +96,27 @@ static inline TileClass tile_class(const Variant& v, Lengths n, i64 i0, i64 i1, 
   return TileClass::kPartial;
 }
 
+// The band seen from one tile, in 32 bits: row r of a tile sees column c of it when
+// first + r <= c < end + r and c < limit. Meant for tiles of fewer than 2^20 rows and columns.
+struct TileBand {
+  i32 first, end, limit;
+};
+static inline TileBand tile_band_of(i64 first, i64 end, i64 limit) {
+  constexpr i64 kFar = i64{1} << 29;
+  return {static_cast<i32>(clamp(first, -kFar, kFar)), static_cast<i32>(clamp(end, -kFar, kFar)),
+          static_cast<i32>(clamp(limit, 0, kFar))};
+}
+// Rows are queries from i0 on, columns keys from j0 on.
+static inline TileBand key_band(const Variant& v, Lengths n, i64 i0, i64 j0) {
+  const i64 d = diagonal(v, n, i0) - j0;
+  return tile_band_of(d + v.band_begin, d + v.band_end + 1, n.k - j0);
+}
+// Rows are keys from j0 on, columns queries from i0 on.
+static inline TileBand query_band(const Variant& v, Lengths n, i64 j0, i64 i0) {
+  const i64 d = j0 - (v.top_left ? 0 : n.k - n.q) - i0;
+  return tile_band_of(d - v.band_end, d - v.band_begin + 1, n.q - i0);
+}
+
 // ---- scores ----
 
 // A number with its derivative by the unmodified score.

@@ -94,15 +94,23 @@ struct IntegerGauge {
     return Arith<T>::max(ref, Arith<T>::ceil(top));
   }
 };
-// Moves only when the new maximum is more than kLag above: weights stay below 2^kLag.
+// Moves only when the new maximum is more than a lag above: weights stay below 2^lag.
+template <class T>
+inline T raise_beyond(T ref, T top, T lag) {
+  return Arith<T>::select(Arith<T>::less(ref + lag, top), top, ref);
+}
 template <int kLag>
 struct LaggingGauge {
   template <class T>
   static T raise(T ref, T top) {
-    using A = Arith<T>;
-    const T limit = ref + A::splat(typename A::Scalar(kLag));
-    return A::select(A::less(limit, top), top, ref);
+    return raise_beyond(ref, top, Arith<T>::splat(typename Arith<T>::Scalar(kLag)));
   }
+};
+// The same with the lag in the units of the reference.
+template <class T>
+struct LaggingBy {
+  T lag;
+  T raise(T ref, T top) const { return raise_beyond(ref, top, lag); }
 };
 
 // Raises the reference for scores whose maximum (in units of ref) is `top`. Returns the factor by
@@ -111,6 +119,20 @@ template <class Gauge, class T>
 inline T raise(Softmax<T>& state, T top) {
   const T ref = Gauge::raise(state.ref, top);
   const T keep = weight(state.ref, ref);
+  state.sum = state.sum * keep;
+  state.ref = ref;
+  return keep;
+}
+
+// The same for a state whose reference is in other units: c * ref is in base 2, c > 0.
+template <class T>
+inline T weight_from(T from, T anchored_to, T c) {
+  return Arith<T>::exp2((from - anchored_to) * c);
+}
+template <class Gauge, class T>
+inline T raise(Softmax<T>& state, T top, T c, const Gauge& gauge) {
+  const T ref = gauge.raise(state.ref, top);
+  const T keep = weight_from(state.ref, anchor(ref), c);
   state.sum = state.sum * keep;
   state.ref = ref;
   return keep;

@@ -1,0 +1,560 @@
+// Forward on tensor cores that every GPU since Ampere has: one block, the rows of one query tile of
+// one head, against its keys from the first to the last.
+//
+//   one stage                                two stages
+//     copy Q, K                                copy Q, K, V
+//     for each key tile                        for each key tile
+//       K is here; copy V                        K, V are here; copy the next K, V
+//       S = Q K^T, variant, hide                 S = Q K^T, variant, hide
+//       V is here; copy the next K               raise references; O = O keep + P V
+//       raise references; O = O keep + P V
+//     divide, store out and lse
+//
+// "Is here" is cp.async.wait_group by every thread and then the block's barrier, which also tells
+// that the tile before is free. A warp owns 16 or 32 whole rows, so softmax needs no other warp, and
+// P goes from accumulators to operands in registers. References are raised only when they must be
+// (by 2^8), so O is rarely rescaled.
+//
+// A value that is not finite at a key that only some rows see would reach all rows through 0 * NaN.
+// The loop does not look for it; if some row ends up not finite although its weights are, the block
+// runs again, carefully: such values are taken out of the tiles, and in the end the rows that see
+// them get them. Sequences have fewer than 2^31 rows; only addresses are 64-bit.
+#pragma once
+
+#include "kernels/forward_spec.h"
+#include "kernels/scores.cuh"
+#include "kernels/tile/copy.cuh"
+#include "kernels/tile/product.cuh"
+#include "kernels/tile/reduce.cuh"
+
+namespace onefold::kernels {
+
+template <ForwardSpec kSpec>
+struct PortableForward {
+  // ---- facts ----
+  static_assert(kSpec.invalid() == nullptr);
+  static constexpr Element kElement = kSpec.element;
+  static constexpr Features kFeatures = kSpec.features;
+  using Op = tile::Operand<kElement>;
+  static constexpr int kThreads = kSpec.threads();
+  static constexpr int kRowTiles = kSpec.tile_q / (16 * kSpec.warps);
+  static constexpr int kWarpRows = 16 * kRowTiles;
+  static constexpr int kBlocks = kSpec.tile_k / 8;
+  static constexpr int kOutBlocks = kSpec.dim_v / 8;
+  static constexpr int kQSteps = kSpec.q_in_registers ? kSpec.dim / Op::kDepth : 1;
+  static constexpr float kExactLog2 = 4096.0f;  // beyond, c * s - c * ref is not exact enough
+
+  // ---- storage ----
+  using QTile = tile::SharedTile<kSpec.tile_q, kSpec.row_bytes()>;
+  using KTile = tile::SharedTile<kSpec.tile_k, kSpec.row_bytes()>;
+  using VTile = tile::SharedTile<kSpec.tile_k, kSpec.row_bytes_v()>;
+  using OutTile = tile::SharedTile<kSpec.tile_q, kSpec.row_bytes_v()>;
+  using WarpOutTile = tile::SharedTile<kWarpRows, kSpec.row_bytes_v()>;
+  struct Tiles {
+    QTile q;
+    KTile k[kSpec.stages];
+    VTile v[kSpec.stages];
+  };
+  union Shared {
+    Tiles tiles;
+    OutTile out;
+  };
+  static_assert(sizeof(Shared) == kSpec.shared_bytes());
+
+  using QCopy = tile::RowCopy<QTile, kElement, kThreads, kSpec.aligned, kSpec.whole>;
+  using KCopy = tile::RowCopy<KTile, kElement, kThreads, kSpec.aligned, kSpec.whole>;
+  using VCopy = tile::RowCopy<VTile, kElement, kThreads, kSpec.aligned, kSpec.whole>;
+  using OutCopy = tile::RowCopy<WarpOutTile, kElement, 32, kSpec.aligned, kSpec.whole>;
+  using Positions = TilePositions<false, kRowTiles, kBlocks>;
+
+  const ForwardArguments& args;
+  const ProblemView& p;
+  Shared& shared;
+  int thread, warp, lane;
+  HeadAt at;
+  int row0;          // first row of the tile, local
+  int num_rows;      // of the sequence, used or not
+  i64 q_row, k_row;  // where the tile and the sequence's keys begin in the tensors
+
+  __forceinline__ PortableForward(const ForwardArguments& arguments, unsigned char* memory)
+      : args(arguments),
+        p(arguments.problem),
+        shared(*reinterpret_cast<Shared*>(memory)),
+        thread(static_cast<int>(threadIdx.x)),
+        warp(__shfl_sync(tile::kAllLanes, thread / 32, 0)),
+        lane(thread % 32) {}
+
+  __forceinline__ bool packed() const { return p.sequences.cu_q.bytes != 0; }
+
+  // Which tile of which head this block owns. False when it has no rows.
+  __forceinline__ bool locate() {
+    const u32 num_tiles = static_cast<u32>(p.query_tiles), num_heads = static_cast<u32>(p.heads_q);
+    const u32 item = static_cast<u32>(ptx::opaque(static_cast<int>(blockIdx.x)));
+    const u32 bh = item / num_tiles;
+    u32 tile = item % num_tiles;
+    if (args.longest_first) tile = num_tiles - 1 - tile;
+    at.h = static_cast<int>(bh % num_heads);
+    at.kv_head = at.h / p.group;
+    TileAt where{bh / num_heads, tile};
+    if (packed()) {
+      where = packed_tile(p.sequences.cu_q, p.sequences.batch, p.sequences.rows_q, kSpec.tile_q,
+                          tile);
+    }
+    at.b = where.b;
+    const Sequence seq = sequence_at(p.sequences, where.b);
+    at.n = {static_cast<int>(seq.used.q), static_cast<int>(seq.used.k)};
+    num_rows = static_cast<int>(seq.q_rows);
+    row0 = static_cast<int>(where.tile) * kSpec.tile_q;
+    q_row = seq.q_begin + row0;
+    k_row = seq.k_begin;
+    return row0 < num_rows;
+  }
+
+  // Rows from `row` on of one head, of which `count` exist and `most` are wanted.
+  __forceinline__ tile::GlobalRows rows_at(const RowsView& view, i64 row, int head, int count,
+                                           int most, int num_columns) const {
+    const i64 b = packed() ? 0 : at.b;
+    char* data = static_cast<char*>(view.data) +
+                 (b * view.batch + row * view.row + head * view.head) * size_bytes(kElement);
+    return {data, view.row, view.dim, count < most ? count : most, num_columns};
+  }
+
+  // ---- copies ----
+  __forceinline__ void copy_q() {
+    QCopy::load(ptx::shared_address(&shared.tiles.q),
+                rows_at(p.q, q_row, at.h, at.n.q - row0, kSpec.tile_q, p.dim), thread);
+  }
+  const char *k_from, *v_from;  // where this thread reads in key tile 0
+  u32 k_to, v_to;               // where it writes in stage 0
+  __forceinline__ void find_key_rows() {
+    k_from = KCopy::source(rows_at(p.k, k_row, at.kv_head, 0, 0, 0), thread);
+    v_from = VCopy::source(rows_at(p.v, k_row, at.kv_head, 0, 0, 0), thread);
+    k_to = KCopy::target(ptx::shared_address(&shared.tiles.k), thread);
+    v_to = VCopy::target(ptx::shared_address(&shared.tiles.v), thread);
+  }
+  __forceinline__ void copy_k(int tile, int stage) const {
+    const int j0 = tile * kSpec.tile_k;
+    KCopy::load(k_to + stage * KTile::kBytes, k_from + j0 * p.k.row * size_bytes(kElement),
+                {nullptr, p.k.row, p.k.dim, static_cast<int>(at.n.k) - j0, p.dim}, thread);
+  }
+  __forceinline__ void copy_v(int tile, int stage) const {
+    const int j0 = tile * kSpec.tile_k;
+    VCopy::load(v_to + stage * VTile::kBytes, v_from + j0 * p.v.row * size_bytes(kElement),
+                {nullptr, p.v.row, p.v.dim, static_cast<int>(at.n.k) - j0, p.dim_v}, thread);
+  }
+
+  // A negative scale turns q around, scale 0 makes it 0 (and keeps its NaN).
+  __forceinline__ void factor_q() {
+    const u32 base = ptx::shared_address(&shared.tiles.q);
+    for (int idx = thread; idx < QTile::kBytes / 4; idx += kThreads) {
+      const u32 x = ptx::ld_shared_32(base + 4 * idx);
+      u32 y;
+      if constexpr (kElement == Element::kFloat32) {
+        y = __float_as_uint(__uint_as_float(x) * p.q_factor);
+      } else {
+        y = tile::pack_16<kElement>(tile::unpack_16<kElement>(x) * p.q_factor,
+                                    tile::unpack_16<kElement>(x >> 16) * p.q_factor);
+      }
+      ptx::st_shared_32(base + 4 * idx, y);
+    }
+  }
+
+  // ---- which key tiles ----
+  int tile_begin, tile_end;  // seen by some row
+  int full_begin, full_end;  // seen by every row
+  bool band_hides;           // some of these keys are hidden from some row
+
+  __forceinline__ void find_keys() {
+    constexpr i64 kTile = kSpec.tile_k;
+    const int row_end = row0 + kSpec.tile_q < at.n.q ? row0 + kSpec.tile_q : at.n.q;
+    TileRange range{0, 0, 0, 0};
+    if (row0 < row_end) range = kv_range(p.variant, at.n, row0, row_end);
+    tile_begin = static_cast<int>(range.begin / kTile);
+    tile_end = range.end > range.begin ? static_cast<int>((range.end + kTile - 1) / kTile)
+                                       : tile_begin;
+    full_begin = static_cast<int>((range.full_begin + kTile - 1) / kTile);
+    full_end = static_cast<int>(range.full_end / kTile);
+    band_hides = range.full_begin > range.begin || range.full_end < range.end;
+  }
+  __forceinline__ u32 mask_class(int tile) const {
+    const MaskClassesView& m = p.mask_classes;
+    const int key_tile = m.one_key ? 0 : tile;
+    const i64 where = at.b * m.batch + at.h * m.head + row0 / kSpec.tile_q * m.query_tile;
+    return m.words[where + key_tile / 16] >> 2 * (key_tile % 16) & 3u;
+  }
+  // The first tile from `tile` on that is not all hidden.
+  __forceinline__ int next_tile(int tile) const {
+    if constexpr (kFeatures.mask) {
+      while (tile < tile_end && mask_class(tile) == 0) ++tile;
+    }
+    return tile;
+  }
+
+  // ---- registers ----
+  float out[kRowTiles][kOutBlocks][4];
+  Softmax<Mufu> state[kRowTiles][2];  // sum: of this thread's columns; ref: in units of the scores
+  typename Op::A q[kRowTiles][kQSteps];
+  u32 q_at;  // where this lane reads q
+
+  __forceinline__ void load_q() {
+    if constexpr (kSpec.q_in_registers) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int step = 0; step < kQSteps; ++step) {
+          q[m][step] = Op::load_a(q_at + QTile::offset(16 * m, step * Op::kDepthBytes));
+        }
+      }
+    }
+  }
+
+  // ---- one key tile ----
+  __forceinline__ void score(float (&s)[kRowTiles][kBlocks][4], const Scores<kFeatures>& scores,
+                             int tile, int stage) {
+    tile::clear(s);
+    const u32 k_at = tile::b_address<KTile>(ptx::shared_address(&shared.tiles.k[stage]));
+    if constexpr (kSpec.q_in_registers) {
+      tile::multiply_rows<Op, KTile>(s, q, k_at);
+    } else {
+      tile::multiply_rows<Op, QTile, KTile>(s, q_at, k_at);
+    }
+    const Positions positions{row0 + warp * kWarpRows, i64{tile} * kSpec.tile_k, at.n};
+    if constexpr (Scores<kFeatures>::kNatural) {
+      positions.for_each([&](int m, int n, int idx, i64 i, i64 j, float distance) {
+        float& x = s[m][n][idx];
+        const At<Mufu> position = scores.load(i, j, distance);
+        x = onefold::score(scores.modifier, Mufu{x * p.score_factor}, position).x;
+        if (scores.hides(position)) x = kEmpty<float>;
+      });
+    }
+    if constexpr (kFeatures.mask) {
+      if (mask_class(tile) != 2) {
+        positions.for_each([&](int m, int n, int idx, i64 i, i64 j, float) {
+          if (scores.masked(i, j)) s[m][n][idx] = kEmpty<float>;
+        });
+      }
+    }
+    if (tile < full_begin || tile >= full_end) {
+      positions.for_each_visible(p.variant, [&](int m, int n, int idx, bool visible) {
+        s[m][n][idx] = visible ? s[m][n][idx] : kEmpty<float>;
+      });
+    }
+  }
+
+  // Raises the references for a tile of scores and brings O to them. On return the weight of a score
+  // x is 2^(x * factor - against), by weight_from.
+  __forceinline__ void raise_references(float (&s)[kRowTiles][kBlocks][4], Mufu& factor,
+                                        Mufu (&against)[kRowTiles][2]) {
+    const LaggingBy<Mufu> gauge{
+        {Scores<kFeatures>::kNatural ? kLagLog2 * static_cast<float>(kLn2) : args.score_lag}};
+    Mufu keep[kRowTiles][2];
+    bool moved = false, extreme = false;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = ::fmaxf(s[m][0][2 * half], s[m][0][2 * half + 1]);
+#pragma unroll
+        for (int n = 1; n < kBlocks; ++n) {
+          top = ::fmaxf(top, ::fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+        }
+        keep[m][half] = raise(state[m][half], Mufu{tile::quad_max(top)}, factor, gauge);
+        against[m][half] = anchor(state[m][half].ref) * factor;
+        moved |= keep[m][half].x != 1.0f;
+        extreme |= ::fabsf(against[m][half].x) > kExactLog2;
+      }
+    }
+    if (__any_sync(tile::kAllLanes, moved)) {
+      for_each(out, [&](float& x, int m, int half) { x *= keep[m][half].x; });
+    }
+    if (__any_sync(tile::kAllLanes, extreme)) {
+      for_each(s, [&](float& x, int m, int half) {
+        x = (x - anchor(state[m][half].ref).x) * factor.x;
+      });
+      factor = {1.0f};
+      for (int m = 0; m < kRowTiles; ++m) against[m][0] = against[m][1] = {0.0f};
+    }
+  }
+  // body(number, row tile, upper or lower row)
+  template <int kColumns, class Body>
+  static __forceinline__ void for_each(float (&x)[kRowTiles][kColumns][4], Body&& body) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+        for (int idx = 0; idx < 4; ++idx) body(x[m][n][idx], m, idx / 2);
+      }
+    }
+  }
+
+  // Scores become weights, the sums and O absorb them. The exponentials of a few keys are taken just
+  // before their product, so that they overlap with the product of the keys before.
+  __forceinline__ void absorb(float (&s)[kRowTiles][kBlocks][4], int tile, int stage,
+                              float to_base_2) {
+    Mufu factor{to_base_2}, against[kRowTiles][2];
+    raise_references(s, factor, against);
+    const auto to_weights = [&](int n) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int idx = 0; idx < 4; ++idx) {
+          float& x = s[m][n][idx];
+          x = weight_from(Mufu{x} * factor, against[m][idx / 2]).x;
+          state[m][idx / 2].sum.x += x;
+        }
+      }
+    };
+    if constexpr (kFeatures.dropout) {
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) to_weights(n);
+      drop(s, tile);
+    }
+    const u32 v_at =
+        tile::b_trans_address<Op, VTile>(ptx::shared_address(&shared.tiles.v[stage]));
+    tile::multiply_weights<Op, VTile>(out, s, v_at, [&](int n) {
+      if constexpr (!kFeatures.dropout) to_weights(n);
+    });
+  }
+
+  // Only kept weights meet V.
+  __forceinline__ void drop(float (&s)[kRowTiles][kBlocks][4], int tile) {
+    const Positions positions{row0 + warp * kWarpRows, i64{tile} * kSpec.tile_k, at.n};
+    for_each_kept(positions, at, seed, args.keep_threshold, [&](int m, int n, int idx, bool kept) {
+      if (!kept) s[m][n][idx] = 0.0f;
+    });
+  }
+  u64 seed;
+
+  // ---- the careful pass ----
+  static __forceinline__ bool finite(float x) { return x - x == 0.0f; }
+
+  // Takes what is not finite out of the V tile.
+  __forceinline__ void take_poison(int stage) {
+    const u32 base = ptx::shared_address(&shared.tiles.v[stage]);
+    constexpr int kRowWords = VTile::kRowBytes / 4;
+#pragma unroll 1
+    for (int idx = thread; idx < kSpec.tile_k * kRowWords; idx += kThreads) {
+      const u32 where = base + VTile::offset(idx / kRowWords, 4 * (idx % kRowWords));
+      u32 x = ptx::ld_shared_32(where);
+      if constexpr (kElement == Element::kFloat32) {
+        if (!finite(__uint_as_float(x))) x = 0;
+      } else {
+        if (!finite(tile::unpack_16<kElement>(x))) x &= 0xffff0000u;
+        if (!finite(tile::unpack_16<kElement>(x >> 16))) x &= 0x0000ffffu;
+      }
+      ptx::st_shared_32(where, x);
+    }
+    __syncthreads();
+  }
+
+  // Some row is not finite although its weights are, and not every key was visible to every row.
+  __forceinline__ bool must_run_again() {
+    if (!band_hides && !kFeatures.hides()) return false;
+    float nothing[kRowTiles][2] = {};
+    for_each(out, [&](float& x, int m, int half) { nothing[m][half] += x * 0.0f; });
+    bool bad = false;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        bad |= nothing[m][half] != 0.0f && finite(state[m][half].sum.x);
+      }
+    }
+    return __syncthreads_or(bad);
+  }
+
+  // ---- loop ----
+  __forceinline__ void attend(const Scores<kFeatures>& scores, bool careful) {
+    tile::clear(out);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) state[m][0] = state[m][1] = Softmax<Mufu>{};
+    const float to_base_2 = Scores<kFeatures>::to_base_2(p);
+    int tile = next_tile(tile_begin), stage = 0;
+    if (tile < tile_end) {
+      copy_k(tile, 0);
+      if constexpr (kSpec.stages == 2) copy_v(tile, 0);
+    }
+    ptx::cp_async_commit();
+#pragma unroll 1
+    while (tile < tile_end) {
+      const int next = next_tile(tile + 1);
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      if constexpr (kSpec.stages == 2) {
+        if (next < tile_end) {
+          copy_k(next, stage ^ 1);
+          copy_v(next, stage ^ 1);
+        }
+      } else {
+        copy_v(tile, 0);
+      }
+      ptx::cp_async_commit();
+      float s[kRowTiles][kBlocks][4];
+      score(s, scores, tile, stage);
+      if constexpr (kSpec.stages == 1) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        if (next < tile_end) copy_k(next, 0);
+        ptx::cp_async_commit();
+      }
+      if (careful) take_poison(stage);
+      absorb(s, tile, stage, to_base_2);
+      tile = next;
+      if constexpr (kSpec.stages == 2) stage ^= 1;
+    }
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  // ---- finish ----
+  __forceinline__ void finish() {
+    const float to_base_2 = Scores<kFeatures>::to_base_2(p);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = row0 + warp * kWarpRows + 16 * m + 8 * half + lane / 4;
+        const bool used = row < at.n.q;
+        Softmax<Mufu> total{{state[m][half].ref.x * to_base_2},
+                            {tile::quad_sum(state[m][half].sum.x)}};
+        float factor = args.keep_scale;
+        if (p.sinks.data != nullptr) {
+          // An attention sink is one more key with value zero.
+          const float sink = p.sinks.data[at.h * p.sinks.head] * static_cast<float>(kLog2E);
+          const Softmax<Mufu> with = merge(total, SoftmaxFold<Mufu>::lift(Mufu{sink}));
+          factor *= weight(total.ref, with.ref).x;
+          total = with;
+        }
+        const bool empty = !used || total.sum.x == 0.0f;
+        factor = empty ? 0.0f : factor * ptx::rcp_approx(total.sum.x);
+#pragma unroll
+        for (int n = 0; n < kOutBlocks; ++n) {
+          for (int odd = 0; odd < 2; ++odd) {
+            float& x = out[m][n][2 * half + odd];
+            x = empty ? 0.0f : x * factor;
+          }
+        }
+        if (args.lse.data != nullptr && lane % 4 == 0 && row < num_rows) {
+          const i64 b = packed() ? 0 : at.b;
+          const float natural = lse(total).x * static_cast<float>(kLn2);
+          args.lse.data[b * args.lse.batch + at.h * args.lse.head +
+                        (q_row + row - row0) * args.lse.row] = empty ? kEmpty<float> : natural;
+        }
+      }
+    }
+    stage_out();
+  }
+
+  // Out leaves through shared memory, each warp its own rows, so that whole rows go in 16-byte pieces.
+  __forceinline__ u32 warp_out() const {
+    return ptx::shared_address(&shared.out) + OutTile::offset(warp * kWarpRows, 0);
+  }
+  __forceinline__ void stage_out() {
+    const u32 base = warp_out();
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int n = 0; n < kOutBlocks; ++n) {
+          const u32 to = base + OutTile::offset(16 * m + 8 * half + lane / 4,
+                                                (8 * n + 2 * (lane % 4)) * size_bytes(kElement));
+          const float x = out[m][n][2 * half], y = out[m][n][2 * half + 1];
+          if constexpr (kElement == Element::kFloat32) {
+            ptx::st_shared_64(to, __float_as_uint(x), __float_as_uint(y));
+          } else {
+            ptx::st_shared_32(to, tile::pack_16<kElement>(x, y));
+          }
+        }
+      }
+    }
+    __syncwarp();
+  }
+
+  // Values that are not finite, for the rows that see them. What a weight multiplies them by is
+  // positive and does not count. A lane owns words of a row.
+  __forceinline__ void spread_poison(const Scores<kFeatures>& scores) {
+    constexpr int kPerWord = 4 / size_bytes(kElement);
+    const i64 last = i64{tile_end} * kSpec.tile_k;
+    const int end = static_cast<int>(last < at.n.k ? last : at.n.k);
+#pragma unroll 1
+    for (int key = tile_begin * kSpec.tile_k; key < end; ++key) {
+      const tile::GlobalRows v = rows_at(p.v, k_row + key, at.kv_head, 1, 1, p.dim_v);
+#pragma unroll 1
+      for (int column = lane * kPerWord; column < p.dim_v; column += 32 * kPerWord) {
+        const float low = tile::load_element<kElement>(v.data, column * v.dim);
+        float high = 0.0f;
+        if (kPerWord == 2 && column + 1 < p.dim_v) {
+          high = tile::load_element<kElement>(v.data, (column + 1) * v.dim);
+        }
+        if (finite(low) && finite(high)) continue;
+        const u32 where = warp_out() + column * size_bytes(kElement);
+#pragma unroll 1
+        for (int row = 0; row < kWarpRows; ++row) {
+          const int i = row0 + warp * kWarpRows + row;
+          const KeyInterval keys = key_interval(p.variant, at.n, i);
+          if (i >= at.n.q || key < keys.begin || key >= keys.end) continue;
+          if (kFeatures.hides() && scores.hidden(i, key)) continue;
+          const u32 x = ptx::ld_shared_32(where + OutTile::offset(row, 0));
+          ptx::st_shared_32(where + OutTile::offset(row, 0), add_poison(x, low, high));
+        }
+      }
+    }
+    __syncwarp();
+  }
+  static __forceinline__ u32 add_poison(u32 x, float low, float high) {
+    low = finite(low) ? 0.0f : low;
+    high = finite(high) ? 0.0f : high;
+    if constexpr (kElement == Element::kFloat32) return __float_as_uint(__uint_as_float(x) + low);
+    return tile::pack_16<kElement>(tile::unpack_16<kElement>(x) + low,
+                                   tile::unpack_16<kElement>(x >> 16) + high);
+  }
+
+  __forceinline__ void store_out() const {
+    const int first = row0 + warp * kWarpRows;
+    if (first >= num_rows) return;
+    OutCopy::store(warp_out(),
+                   rows_at(args.out, q_row + warp * kWarpRows, at.h, num_rows - first, kWarpRows,
+                           p.dim_v),
+                   lane);
+  }
+
+  // Where this block works is found anew for each act: it costs little, and what is kept from one act
+  // to the next costs registers that the loop in between needs.
+  __forceinline__ void run() {
+    if (!locate()) return;
+    if constexpr (kFeatures.dropout) seed = p.seed != nullptr ? *p.seed : p.variant.seed;
+    q_at = tile::a_address<QTile>(ptx::shared_address(&shared.tiles.q), warp * kWarpRows);
+    copy_q();
+    if (kSpec.q_in_registers || p.q_factor != 1.0f) {
+      ptx::cp_async_commit();
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      if (p.q_factor != 1.0f) {
+        factor_q();
+        __syncthreads();
+      }
+      load_q();
+    }
+    bool careful = false;
+#pragma unroll 1
+    while (true) {
+      locate();
+      find_keys();
+      find_key_rows();
+      attend(Scores<kFeatures>(p, at), careful);
+      if (careful || !must_run_again()) break;
+      careful = true;
+    }
+    locate();
+    finish();
+    if (careful) {
+      find_keys();
+      spread_poison(Scores<kFeatures>(p, at));
+    }
+    store_out();
+  }
+};
+
+}  // namespace onefold::kernels
