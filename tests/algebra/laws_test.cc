@@ -287,6 +287,60 @@ TYPED_TEST(ScoreLaws, softmax_is_the_attention_state_without_out) {
   });
 }
 
+// A kernel that keeps its reference in the units of raw scores: c * ref is in base 2.
+template <class T, class Gauge>
+void absorb_in_own_units(AttentionState<T, AttentionSubject<T>::kDim>& state,
+                         const std::vector<typename AttentionSubject<T>::Item>& tile, T c,
+                         const Gauge& gauge) {
+  T top = kEmpty<T>;
+  for (const auto& key : tile) top = Arith<T>::max(top, key.score);
+  const T keep = raise(state.norm, top, c, gauge);
+  for (T& sum : state.out) sum = sum * keep;
+  for (const auto& key : tile) {
+    const T w = weight_from(key.score, anchor(state.norm.ref), c);
+    state.norm.sum += w;
+    for (int d = 0; d < AttentionSubject<T>::kDim; ++d) state.out[d] += w * key.value[d];
+  }
+}
+
+TYPED_TEST(ScoreLaws, a_reference_in_other_units_stands_for_the_same_set) {
+  using T = TypeParam;
+  using Subject = AttentionSubject<T>;
+  for_random_cases(kCases, [](Random& random) {
+    const int count = random.integer(0, kMostItems), most = random.integer(1, 20);
+    const T c = static_cast<T>(random.uniform(0.05, 3));
+    const T lag = static_cast<T>(8 / c);
+    const bool lagging = random.chance(0.5);
+    const auto items = draw_items<Subject>(random, draw_family(random), count);
+    AttentionState<T, Subject::kDim> state;
+    int tiles = 0;
+    for (int begin = 0; begin < count; ++tiles) {
+      const int end = std::min(count, begin + random.integer(1, most));
+      const std::vector<typename Subject::Item> tile(items.begin() + begin, items.begin() + end);
+      if (lagging) {
+        absorb_in_own_units(state, tile, c, LaggingBy<T>{lag});
+      } else {
+        absorb_in_own_units(state, tile, c, MaximumGauge{});
+      }
+      begin = end;
+    }
+    std::vector<Real> scores;
+    for (const auto& item : items) scores.push_back(static_cast<Real>(item.score) * c);
+    const Weighted exact(scores);
+    // Differences are rounded, then scaled: twice. The lag is 8 up to its own rounding.
+    const Roundings r{(tiles + 1) * (kExp2Units + 1), static_cast<Real>(count + tiles + 1),
+                      lagging ? Real(8.01L) : Real(0), 2};
+    state.norm.ref = state.norm.ref * c;
+    std::vector<Expected> expected = {expected_lse<T>(exact, r)};
+    for (int d = 0; d < Subject::kDim; ++d) {
+      std::vector<Real> v;
+      for (const auto& item : items) v.push_back(item.value[d]);
+      expected.push_back(expected_out<T>(exact, v, r));
+    }
+    expect_within(Subject::answer(state), expected);
+  });
+}
+
 // ---- laws of absorbing a tile, for every reference policy ----
 
 template <class Number, class G>

@@ -100,9 +100,9 @@ struct Weighted {
 };
 
 // How the weights of a computation err: `units` unit roundoffs each from exp2 and multiplications,
-// `additions` roundings of a running sum, exponents as long as tau + 2 * lag.
+// `additions` roundings of a running sum, exponents as long as tau + 2 * lag, rounded that often.
 struct Roundings {
-  Real units, additions, lag = 0;
+  Real units, additions, lag = 0, of_exponent = 1;
   // A tree of merges in which no item passes more than `height` of them.
   static Roundings of_merges(int height) {
     return {height * kExp2Units, static_cast<Real>(height)};
@@ -115,12 +115,13 @@ Expected expected_lse(const Weighted& exact, const Roundings& r) {
   Real relative = r.additions * kUnit<T>;
   for (std::size_t j = 0; j < exact.p.size(); ++j) {
     const Real exponent = exact.tau[j] + 2 * r.lag;
-    relative += exact.p[j] * (r.units + static_cast<Real>(kLn2) * exponent) * kUnit<T>;
+    relative +=
+        exact.p[j] * (r.units + static_cast<Real>(kLn2) * r.of_exponent * exponent) * kUnit<T>;
     relative += (r.units + 1) * std::numeric_limits<T>::denorm_min();
   }
   const Real log_sum = std::abs(std::log2(exact.sum)) + r.lag + 1;
   const Real bound = static_cast<Real>(kLog2E) * relative +
-                     kUnit<T> * (kLog2Units * log_sum + std::abs(exact.lse()));
+                     kUnit<T> * (kLog2Units * log_sum + r.of_exponent * std::abs(exact.lse()));
   return {exact.lse(), kSecondOrder * bound};
 }
 
@@ -133,8 +134,8 @@ Expected expected_out(const Weighted& exact, const std::vector<Real>& v, const R
   for (std::size_t j = 0; j < v.size(); ++j) {
     const Real exponent = exact.tau[j] + 2 * r.lag;
     magnitude += exact.p[j] * std::abs(v[j]);
-    bound += exact.p[j] * std::abs(v[j] - out) * (r.units + static_cast<Real>(kLn2) * exponent) *
-             kUnit<T>;
+    bound += exact.p[j] * std::abs(v[j] - out) *
+             (r.units + static_cast<Real>(kLn2) * r.of_exponent * exponent) * kUnit<T>;
     bound +=
         (r.units + 1) * (std::abs(v[j]) + std::abs(out)) * std::numeric_limits<T>::denorm_min();
   }
