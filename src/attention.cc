@@ -9,6 +9,9 @@
 #include "core/problem.h"
 #include "cpu/cpu.h"
 #include "cpu/thread_pool.h"
+#include "cuda/attention.h"
+#include "cuda/program.h"
+#include "plan/cuda_plan.h"
 #include "plan/plan.h"
 
 namespace onefold {
@@ -67,10 +70,32 @@ struct CallExecutor {
   }
 };
 
-void check_device(const Context& context) {
-  if (context.device.type != DeviceType::kCpu) {
-    unsupported("Context::device is CUDA: this build runs on the CPU");
-  }
+bool on_cuda(const Context& context) { return context.device.type == DeviceType::kCuda; }
+
+std::shared_ptr<void> cuda_workspace(const Context& context, std::int64_t bytes) {
+  const auto size = static_cast<std::size_t>(bytes);
+  if (size == 0) return nullptr;
+  if (!context.allocate) return cuda::allocate(size, context.device.index, context.stream);
+  return workspace(context, size);
+}
+
+CudaFacts cuda_facts(const Context& context) {
+  const cuda::DeviceFacts& f = cuda::device_facts(context.device.index);
+  return {f.arch, f.num_sms, f.shared_bytes, f.shared_bytes_per_sm};
+}
+
+// The plan of a question on CUDA, as if out were packed like q.
+Plan cuda_plan(const Context& context, const Problem& problem, Direction direction) {
+  if (direction == Direction::kBackward) unsupported("backward on CUDA is not there yet");
+  const CudaFacts facts = cuda_facts(context);
+  const kernels::ForwardPlan plan = plan_cuda_forward(problem, {}, facts);
+  Plan result;
+  result.backend = "cuda";
+  result.kernel = "portable_forward " + cuda::text(plan.spec);
+  result.work_items = plan.blocks;
+  result.workspace_bytes = static_cast<std::size_t>(plan.workspace_bytes);
+  result.why = describe_reasons(problem, plan, facts);
+  return result;
 }
 
 BackwardWants wanted(const Problem& p, const BackwardTensors& t) {
@@ -90,8 +115,8 @@ BackwardWants wanted(const Problem& p, const BackwardTensors& t) {
 }  // namespace
 
 Plan plan(const Context& context, const Attention& attention, Direction direction) {
-  check_device(context);
-  const Problem problem = make_problem(attention);
+  const Problem problem = make_problem(attention, context.device);
+  if (on_cuda(context)) return cuda_plan(context, problem, direction);
   const CallExecutor call(context);
   const CpuFacts facts = cpu::facts(call.executor->concurrency());
   BackwardWants all;
@@ -118,9 +143,13 @@ Plan plan(const Context& context, const Attention& attention, Direction directio
 
 void forward(const Context& context, const Attention& attention, const Tensor& out,
              const std::optional<Tensor>& lse) {
-  check_device(context);
-  const Problem problem = make_problem(attention);
+  const Problem problem = make_problem(attention, context.device);
   const ForwardTensors to = make_forward(problem, attention, out, lse);
+  if (on_cuda(context)) {
+    const kernels::ForwardPlan plan = plan_cuda_forward(problem, to, cuda_facts(context));
+    const std::shared_ptr<void> memory = cuda_workspace(context, plan.workspace_bytes);
+    return cuda::run_forward(problem, plan, to, context.stream, memory.get());
+  }
   const CallExecutor call(context);
   const CpuWork work = plan_forward(problem, cpu::facts(call.executor->concurrency()));
   const std::shared_ptr<void> memory = workspace(context, work.workspace_bytes);
@@ -131,10 +160,10 @@ void forward(const Context& context, const Attention& attention, const Tensor& o
 void backward(const Context& context, const Attention& attention, const Tensor& out,
               const Tensor& lse, const std::optional<Tensor>& dout,
               const std::optional<Tensor>& dlse, const Gradients& gradients) {
-  check_device(context);
-  const Problem problem = make_problem(attention);
+  const Problem problem = make_problem(attention, context.device);
   const BackwardTensors tensors =
       make_backward(problem, attention, out, lse, dout, dlse, gradients);
+  if (on_cuda(context)) unsupported("backward on CUDA is not there yet");
   const CallExecutor call(context);
   const CpuWork work =
       plan_backward(problem, wanted(problem, tensors), cpu::facts(call.executor->concurrency()));
@@ -144,7 +173,7 @@ void backward(const Context& context, const Attention& attention, const Tensor& 
 
 void merge_states(const Context& context, const Tensor& outs, const Tensor& lses, const Tensor& out,
                   const Tensor& lse) {
-  check_device(context);
+  if (on_cuda(context)) unsupported("merge_states on CUDA is not there yet");
   check_merge(outs, lses, out, lse);
   const CallExecutor call(context);
   cpu::merge_states(outs, lses, out, lse, *call.executor);

@@ -55,6 +55,7 @@ struct Attention {
   // 2*(i%2) + j%2; kept when word >= floor(p * 2^32). 1 drops everything.
   double dropout_p = 0.0;
   std::uint64_t seed = 0;
+  std::optional<Tensor> seed_tensor{};  // one int64, read where q is, instead of `seed`
 
   // Packed variable length: B + 1 offsets (int32 or int64). Bias and mask are then indexed by the
   // position inside a sequence and need both maxima for their extent.

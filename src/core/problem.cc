@@ -10,7 +10,11 @@ namespace {
 
 constexpr std::int64_t kMaxHeadDim = 1 << 20;
 
-void check_tensor(const Tensor& t, const char* name, int rank) {
+std::string device_text(Device device) {
+  return device.type == DeviceType::kCpu ? "the CPU" : concat("CUDA device ", device.index);
+}
+
+void check_tensor(const Tensor& t, const char* name, int rank, Device device) {
   if (t.rank != rank) {
     invalid(name, " has ", t.rank, " axes, shape ", shape_text(t), ": ", rank, " are needed");
   }
@@ -20,8 +24,9 @@ void check_tensor(const Tensor& t, const char* name, int rank) {
   if (t.elements() > 0 && t.data == nullptr) {
     invalid(name, " is a null pointer with shape ", shape_text(t), ": it needs memory");
   }
-  if (t.device.type != DeviceType::kCpu) {
-    unsupported(name, " is on a CUDA device: this build runs on the CPU, so move it there");
+  if (t.device != device) {
+    invalid(name, " is on ", device_text(t.device), ": the call runs on ", device_text(device),
+            ", so move it there");
   }
 }
 
@@ -45,7 +50,7 @@ Rows rows_view(const Tensor& t, bool packed) {
 
 void check_same_rows(const char* name, const Tensor& t, const char* like_name, const Tensor& like,
                      std::int64_t last) {
-  check_tensor(t, name, like.rank);
+  check_tensor(t, name, like.rank, like.device);
   if (t.dtype != like.dtype) {
     invalid(name, " is ", onefold::name(t.dtype), ": ", like_name, " is ",
             onefold::name(like.dtype), " and both must agree");
@@ -76,7 +81,7 @@ Numbers per_head(const char* name, const Tensor& t, const Problem& p, bool batch
             batched_allowed ? concat(" or (", p.batch, ", ", p.heads_q, ")") : std::string(),
             " is needed, one number per query head");
   }
-  check_tensor(t, name, t.rank);
+  check_tensor(t, name, t.rank, p.device);
   check_float_option(name, t, p.dtype);
   const bool batched = t.rank == 2;
   if (batched) check_extent(name, "batch", t.shape[0], p.batch, "the batch of q");
@@ -90,11 +95,12 @@ Numbers per_head(const char* name, const Tensor& t, const Problem& p, bool batch
   return n;
 }
 
-Grid grid_view(const char* name, const Tensor& t, const std::array<std::int64_t, 4>& full) {
+Grid grid_view(const char* name, const Tensor& t, const std::array<std::int64_t, 4>& full,
+               Device device) {
   if (t.rank > 4) {
     invalid(name, " has ", t.rank, " axes: at most 4 broadcast to (batch, heads, queries, keys)");
   }
-  check_tensor(t, name, t.rank);
+  check_tensor(t, name, t.rank, device);
   Grid g;
   g.present = true;
   g.data = t.data;
@@ -111,8 +117,8 @@ Grid grid_view(const char* name, const Tensor& t, const std::array<std::int64_t,
   return g;
 }
 
-void check_index_vector(const char* name, const Tensor& t, std::int64_t want) {
-  check_tensor(t, name, 1);
+void check_index_vector(const char* name, const Tensor& t, std::int64_t want, Device device) {
+  check_tensor(t, name, 1, device);
   if (!is_index(t.dtype)) {
     invalid(name, " is ", onefold::name(t.dtype), ": int32 or int64 is needed");
   }
@@ -147,13 +153,32 @@ std::int64_t used_length(const char* name, const std::optional<Tensor>& used, st
   return length;
 }
 
+Indices indices(const Tensor& t) { return {t.data, t.dtype, t.stride[0], true}; }
+
+// Lengths that only the device can read: what is known without them.
+void bound_sequences(Problem& p, const Attention& a) {
+  const auto bound = [](const std::optional<std::int64_t>& hint, std::int64_t rows) {
+    return hint ? std::min(*hint, rows) : rows;
+  };
+  p.longest_q = p.batch == 0 ? 0 : bound(a.max_seqlen_q, p.rows_q);
+  p.longest_k = p.batch == 0 ? 0 : bound(a.max_seqlen_k, p.rows_k);
+  p.padded = p.packed || a.seqused_q || a.seqused_k;
+  if (p.packed) {
+    p.cu_q = indices(*a.cu_seqlens_q);
+    p.cu_k = indices(*a.cu_seqlens_k);
+  }
+  if (a.seqused_q) p.used_q = indices(*a.seqused_q);
+  if (a.seqused_k) p.used_k = indices(*a.seqused_k);
+}
+
 void read_sequences(Problem& p, const Attention& a) {
+  if (a.seqused_q) check_index_vector("seqused_q", *a.seqused_q, p.batch, p.device);
+  if (a.seqused_k) check_index_vector("seqused_k", *a.seqused_k, p.batch, p.device);
+  if (p.device.type != DeviceType::kCpu) return bound_sequences(p, a);
   if (a.cu_seqlens_q) {
     check_offsets("cu_seqlens_q", *a.cu_seqlens_q, p.rows_q, "q");
     check_offsets("cu_seqlens_k", *a.cu_seqlens_k, p.rows_k, "k");
   }
-  if (a.seqused_q) check_index_vector("seqused_q", *a.seqused_q, p.batch);
-  if (a.seqused_k) check_index_vector("seqused_k", *a.seqused_k, p.batch);
   p.sequences.resize(static_cast<std::size_t>(p.batch));
   for (std::int64_t b = 0; b < p.batch; ++b) {
     Sequence& s = p.sequences[static_cast<std::size_t>(b)];
@@ -187,9 +212,9 @@ void read_shapes(Problem& p, const Attention& a) {
             " was given without cu_seqlens_q and cu_seqlens_k: it belongs to packed sequences");
   }
   const int rank = p.packed ? 3 : 4;
-  check_tensor(a.q, "q", rank);
-  check_tensor(a.k, "k", rank);
-  check_tensor(a.v, "v", rank);
+  check_tensor(a.q, "q", rank, p.device);
+  check_tensor(a.k, "k", rank, p.device);
+  check_tensor(a.v, "v", rank, p.device);
   p.dtype = a.q.dtype;
   if (!is_float(p.dtype)) {
     invalid("q is ", name(p.dtype), ": float32, bfloat16, float16 or float64 is needed");
@@ -213,13 +238,13 @@ void read_shapes(Problem& p, const Attention& a) {
     unsupported("head_dim is ", std::max(p.dim, p.dim_v), ": at most ", kMaxHeadDim, " works");
   }
   if (p.packed) {
-    check_tensor(*a.cu_seqlens_q, "cu_seqlens_q", 1);
+    check_tensor(*a.cu_seqlens_q, "cu_seqlens_q", 1, p.device);
     if (a.cu_seqlens_q->shape[0] < 1) {
       invalid("cu_seqlens_q is empty: number of sequences + 1 offsets are needed");
     }
     p.batch = a.cu_seqlens_q->shape[0] - 1;
-    check_index_vector("cu_seqlens_q", *a.cu_seqlens_q, p.batch + 1);
-    check_index_vector("cu_seqlens_k", *a.cu_seqlens_k, p.batch + 1);
+    check_index_vector("cu_seqlens_q", *a.cu_seqlens_q, p.batch + 1, p.device);
+    check_index_vector("cu_seqlens_k", *a.cu_seqlens_k, p.batch + 1, p.device);
   } else {
     p.batch = a.q.shape[0];
     check_extent("k", "batch", a.k.shape[0], p.batch, "the batch of q");
@@ -258,13 +283,31 @@ void read_band(Problem& p, const Attention& a) {
   if (a.causal != Causal::kNone) v.band_end = std::min<std::int64_t>(v.band_end, 0);
   // Canonical form: a border that hides nothing in any sequence is no border.
   bool left_hides = false, right_hides = false;
-  for (const Sequence& s : p.sequences) {
-    if (s.used.q == 0 || s.used.k == 0) continue;
-    left_hides |= diagonal(v, s.used, s.used.q - 1) + v.band_begin > 0;
-    right_hides |= diagonal(v, s.used, 0) + v.band_end < s.used.k - 1;
+  const auto look = [&](Lengths used) {
+    if (used.q == 0 || used.k == 0) return;
+    left_hides |= diagonal(v, used, used.q - 1) + v.band_begin > 0;
+    right_hides |= diagonal(v, used, 0) + v.band_end < used.k - 1;
+  };
+  for (const Sequence& s : p.sequences) look(s.used);
+  if (p.device.type != DeviceType::kCpu) {
+    if (p.padded) return;  // lengths are not known here
+    look({p.rows_q, p.rows_k});
   }
   if (!left_hides) v.band_begin = -kUnbounded;
   if (!right_hides) v.band_end = kUnbounded;
+}
+
+void read_seed(Problem& p, const Tensor& t) {
+  check_tensor(t, "seed_tensor", t.rank, p.device);
+  if (t.dtype != DType::kInt64 || t.elements() != 1) {
+    invalid("seed_tensor is ", name(t.dtype), " ", shape_text(t), ": one int64 is needed");
+  }
+  const auto* seed = static_cast<const std::uint64_t*>(t.data);
+  if (p.device.type == DeviceType::kCpu) {
+    p.variant.seed = *seed;
+  } else {
+    p.device_seed = seed;
+  }
 }
 
 void read_variant(Problem& p, const Attention& a) {
@@ -280,6 +323,7 @@ void read_variant(Problem& p, const Attention& a) {
     invalid("dropout_p is ", v.dropout_p, ": a probability from 0 to 1 is needed");
   }
   v.seed = a.seed;
+  if (a.seed_tensor) read_seed(p, *a.seed_tensor);
   read_band(p, a);
   if (a.alibi_slopes) {
     p.slopes = per_head("alibi_slopes", *a.alibi_slopes, p, true);
@@ -290,21 +334,21 @@ void read_variant(Problem& p, const Attention& a) {
     if (!is_float(a.bias->dtype)) {
       invalid("bias is ", name(a.bias->dtype), ": a float dtype is needed (mask takes booleans)");
     }
-    p.bias = grid_view("bias", *a.bias, grid_extent(p, a, "bias"));
+    p.bias = grid_view("bias", *a.bias, grid_extent(p, a, "bias"), p.device);
     v.has_bias = true;
   }
   if (a.mask) {
     if (a.mask->dtype != DType::kBool) {
       invalid("mask is ", name(a.mask->dtype), ": bool is needed (bias takes additive numbers)");
     }
-    p.mask = grid_view("mask", *a.mask, grid_extent(p, a, "mask"));
+    p.mask = grid_view("mask", *a.mask, grid_extent(p, a, "mask"), p.device);
     v.has_mask = true;
   }
 }
 
 Numbers make_lse(const Problem& p, const Tensor& t, const char* name) {
   const DType want = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  check_tensor(t, name, p.packed ? 2 : 3);
+  check_tensor(t, name, p.packed ? 2 : 3, p.device);
   if (t.dtype != want) {
     invalid(name, " is ", onefold::name(t.dtype), ": ", onefold::name(want), " is needed");
   }
@@ -334,6 +378,7 @@ void read_inputs(Footprint& memory, const Attention& a) {
   memory.reads("cu_seqlens_k", a.cu_seqlens_k);
   memory.reads("seqused_q", a.seqused_q);
   memory.reads("seqused_k", a.seqused_k);
+  memory.reads("seed_tensor", a.seed_tensor);
 }
 
 }  // namespace
@@ -348,8 +393,9 @@ std::string shape_text(const Tensor& tensor) {
   return text + (tensor.rank == 1 ? ",)" : ")");
 }
 
-Problem make_problem(const Attention& a) {
+Problem make_problem(const Attention& a, Device device) {
   Problem p;
+  p.device = device;
   read_shapes(p, a);
   read_sequences(p, a);
   p.q = rows_view(a.q, p.packed);
@@ -397,7 +443,7 @@ BackwardTensors make_backward(const Problem& p, const Attention& a, const Tensor
                              const std::optional<Tensor>& of, const char* of_name) {
     if (!d) return false;
     if (!of) invalid(name, " was asked for without ", of_name, ": there is nothing to derive by");
-    check_tensor(*d, name, of->rank);
+    check_tensor(*d, name, of->rank, of->device);
     if (d->dtype != of->dtype || shape_text(*d) != shape_text(*of)) {
       invalid(name, " is ", onefold::name(d->dtype), " ", shape_text(*d), ": ",
               onefold::name(of->dtype), " ", shape_text(*of), " is needed, as ", of_name);
@@ -405,7 +451,7 @@ BackwardTensors make_backward(const Problem& p, const Attention& a, const Tensor
     return true;
   };
   if (same_shape("dbias", g.dbias, a.bias, "bias")) {
-    t.dbias = grid_view("dbias", *g.dbias, grid_extent(p, a, "bias"));
+    t.dbias = grid_view("dbias", *g.dbias, grid_extent(p, a, "bias"), p.device);
   }
   if (same_shape("dslopes", g.dslopes, a.alibi_slopes, "alibi_slopes")) {
     t.dslopes = per_head("dslopes", *g.dslopes, p, true);
@@ -428,12 +474,13 @@ BackwardTensors make_backward(const Problem& p, const Attention& a, const Tensor
   return t;
 }
 
-void check_merge(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tensor& lse) {
-  check_tensor(outs, "outs", 3);
+void check_merge(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tensor& lse,
+                 Device device) {
+  check_tensor(outs, "outs", 3, device);
   const std::int64_t parts = outs.shape[0], rows = outs.shape[1], dim = outs.shape[2];
-  const auto check = [](const char* name, const Tensor& t, std::initializer_list<std::int64_t> want,
-                        bool narrow_allowed) {
-    check_tensor(t, name, static_cast<int>(want.size()));
+  const auto check = [device](const char* name, const Tensor& t,
+                              std::initializer_list<std::int64_t> want, bool narrow_allowed) {
+    check_tensor(t, name, static_cast<int>(want.size()), device);
     const Tensor needed = Tensor::packed(nullptr, t.dtype, want);
     if (shape_text(t) != shape_text(needed)) {
       invalid(name, " has shape ", shape_text(t), ": ", shape_text(needed), " is needed");

@@ -70,19 +70,33 @@ struct Sequence {
   std::int64_t q_rows, k_rows;  // rows that belong to it, used or not
 };
 
+// An index tensor that only the device reads.
+struct Indices {
+  const void* data = nullptr;
+  DType dtype = DType::kInt64;
+  std::int64_t stride = 0;
+
+  explicit operator bool() const { return present; }
+  bool present = false;
+};
+
 struct Problem {
+  Device device;
   DType dtype = DType::kFloat32;
   std::int64_t batch = 0, heads_q = 0, heads_k = 0, group = 1;  // group = heads_q / heads_k
   std::int64_t dim = 0, dim_v = 0;
   std::int64_t rows_q = 0, rows_k = 0;  // extent of the row axis of q and k
   bool packed = false;
   bool padded = false;  // some rows of q or k belong to no sequence or lie beyond a used length
+  // On the CPU. Elsewhere lengths are read on the device, and the host knows bounds of them only.
   std::vector<Sequence> sequences;
-  std::int64_t longest_q = 0, longest_k = 0;  // used lengths
+  std::int64_t longest_q = 0, longest_k = 0;  // used lengths, or bounds of them
+  Indices cu_q, cu_k, used_q, used_k;
   Rows q, k, v;
   Grid bias, mask;
   Numbers slopes, sinks;
   Variant variant;
+  const std::uint64_t* device_seed = nullptr;  // read on the device instead of variant.seed
 };
 
 // What forward writes.
@@ -98,14 +112,16 @@ struct BackwardTensors {
   Grid dbias;
 };
 
-// Throw onefold::Error with one sentence when something does not fit.
-Problem make_problem(const Attention& attention);
+// Throw onefold::Error with one sentence when something does not fit. Every tensor must be on
+// `device`.
+Problem make_problem(const Attention& attention, Device device = {});
 ForwardTensors make_forward(const Problem& problem, const Attention& attention, const Tensor& out,
                             const std::optional<Tensor>& lse);
 BackwardTensors make_backward(const Problem& problem, const Attention& attention, const Tensor& out,
                               const Tensor& lse, const std::optional<Tensor>& dout,
                               const std::optional<Tensor>& dlse, const Gradients& gradients);
-void check_merge(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tensor& lse);
+void check_merge(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tensor& lse,
+                 Device device = {});
 
 // "(2, 128, 8, 64)"
 std::string shape_text(const Tensor& tensor);

@@ -156,8 +156,8 @@ struct At {
   T distance;  // |i + Sk - Sq - j|, read when has_slopes
 };
 
-// The constants of a score in T, made once where a score is made often. A kernel compiled for what a
-// variant does sets the flags from what it was compiled for.
+// The constants of a score in T, made once where a score is made often. A kernel compiled for what
+// a variant does sets the flags from what it was compiled for.
 template <class T>
 struct Modifier {
   bool capped, biased, sloped;

@@ -24,6 +24,7 @@ struct ForwardSpec {
   bool whole = true;            // the head dims are the padded ones
   Features features;
 
+  constexpr bool operator==(const ForwardSpec&) const = default;
   constexpr int threads() const { return 32 * warps; }
   constexpr int row_bytes() const { return dim * size_bytes(element); }
   constexpr int row_bytes_v() const { return dim_v * size_bytes(element); }
@@ -61,11 +62,22 @@ inline constexpr float kLagLog2 = 8.0f;
 struct ForwardArguments {
   ProblemView problem;
   RowsView out;
-  NumbersView lse;  // data may be null
+  NumbersView lse;      // data may be null
   float score_lag = 0;  // kLagLog2 in units of q.k
   float keep_scale = 1;
   u32 keep_threshold = 0;
   bool longest_first = false;  // tiles in descending order
+};
+
+// What a plan says of a call.
+struct ForwardPlan {
+  ForwardSpec spec;
+  i64 query_tiles = 0;  // per head: of one sequence, or of all packed ones together
+  i64 blocks = 0;
+  bool longest_first = false;
+  // Classes of the mask's tiles (MaskClassesView), in the workspace: per head, per query tile.
+  i64 mask_query_tiles = 0, mask_words = 0, mask_blocks = 0;
+  i64 workspace_bytes = 0;
 };
 
 }  // namespace onefold::kernels

@@ -11,9 +11,9 @@
 //     divide, store out and lse
 //
 // "Is here" is cp.async.wait_group by every thread and then the block's barrier, which also tells
-// that the tile before is free. A warp owns 16 or 32 whole rows, so softmax needs no other warp, and
-// P goes from accumulators to operands in registers. References are raised only when they must be
-// (by 2^8), so O is rarely rescaled.
+// that the tile before is free. A warp owns 16 or 32 whole rows, so softmax needs no other warp,
+// and P goes from accumulators to operands in registers. References are raised only when they must
+// be (by 2^8), so O is rarely rescaled.
 //
 // A value that is not finite at a key that only some rows see would reach all rows through 0 * NaN.
 // The loop does not look for it; if some row ends up not finite although its weights are, the block
@@ -97,8 +97,8 @@ struct PortableForward {
     at.kv_head = at.h / p.group;
     TileAt where{bh / num_heads, tile};
     if (packed()) {
-      where = packed_tile(p.sequences.cu_q, p.sequences.batch, p.sequences.rows_q, kSpec.tile_q,
-                          tile);
+      where =
+          packed_tile(p.sequences.cu_q, p.sequences.batch, p.sequences.rows_q, kSpec.tile_q, tile);
     }
     at.b = where.b;
     const Sequence seq = sequence_at(p.sequences, where.b);
@@ -170,8 +170,8 @@ struct PortableForward {
     TileRange range{0, 0, 0, 0};
     if (row0 < row_end) range = kv_range(p.variant, at.n, row0, row_end);
     tile_begin = static_cast<int>(range.begin / kTile);
-    tile_end = range.end > range.begin ? static_cast<int>((range.end + kTile - 1) / kTile)
-                                       : tile_begin;
+    tile_end =
+        range.end > range.begin ? static_cast<int>((range.end + kTile - 1) / kTile) : tile_begin;
     full_begin = static_cast<int>((range.full_begin + kTile - 1) / kTile);
     full_end = static_cast<int>(range.full_end / kTile);
     band_hides = range.full_begin > range.begin || range.full_end < range.end;
@@ -220,7 +220,7 @@ struct PortableForward {
     }
     const Positions positions{row0 + warp * kWarpRows, i64{tile} * kSpec.tile_k, at.n};
     if constexpr (Scores<kFeatures>::kNatural) {
-      positions.for_each([&](int m, int n, int idx, i64 i, i64 j, float distance) {
+      positions.for_each(p.readable, [&](int m, int n, int idx, i64 i, i64 j, float distance) {
         float& x = s[m][n][idx];
         const At<Mufu> position = scores.load(i, j, distance);
         x = onefold::score(scores.modifier, Mufu{x * p.score_factor}, position).x;
@@ -229,7 +229,7 @@ struct PortableForward {
     }
     if constexpr (kFeatures.mask) {
       if (mask_class(tile) != 2) {
-        positions.for_each([&](int m, int n, int idx, i64 i, i64 j, float) {
+        positions.for_each(p.readable, [&](int m, int n, int idx, i64 i, i64 j, float) {
           if (scores.masked(i, j)) s[m][n][idx] = kEmpty<float>;
         });
       }
@@ -241,8 +241,8 @@ struct PortableForward {
     }
   }
 
-  // Raises the references for a tile of scores and brings O to them. On return the weight of a score
-  // x is 2^(x * factor - against), by weight_from.
+  // Raises the references for a tile of scores and brings O to them. On return the weight of a
+  // score x is 2^(x * factor - against), by weight_from.
   __forceinline__ void raise_references(float (&s)[kRowTiles][kBlocks][4], Mufu& factor,
                                         Mufu (&against)[kRowTiles][2]) {
     const LaggingBy<Mufu> gauge{
@@ -268,9 +268,8 @@ struct PortableForward {
       for_each(out, [&](float& x, int m, int half) { x *= keep[m][half].x; });
     }
     if (__any_sync(tile::kAllLanes, extreme)) {
-      for_each(s, [&](float& x, int m, int half) {
-        x = (x - anchor(state[m][half].ref).x) * factor.x;
-      });
+      for_each(
+          s, [&](float& x, int m, int half) { x = (x - anchor(state[m][half].ref).x) * factor.x; });
       factor = {1.0f};
       for (int m = 0; m < kRowTiles; ++m) against[m][0] = against[m][1] = {0.0f};
     }
@@ -288,8 +287,8 @@ struct PortableForward {
     }
   }
 
-  // Scores become weights, the sums and O absorb them. The exponentials of a few keys are taken just
-  // before their product, so that they overlap with the product of the keys before.
+  // Scores become weights, the sums and O absorb them. The exponentials of a few keys are taken
+  // just before their product, so that they overlap with the product of the keys before.
   __forceinline__ void absorb(float (&s)[kRowTiles][kBlocks][4], int tile, int stage,
                               float to_base_2) {
     Mufu factor{to_base_2}, against[kRowTiles][2];
@@ -310,8 +309,7 @@ struct PortableForward {
       for (int n = 0; n < kBlocks; ++n) to_weights(n);
       drop(s, tile);
     }
-    const u32 v_at =
-        tile::b_trans_address<Op, VTile>(ptx::shared_address(&shared.tiles.v[stage]));
+    const u32 v_at = tile::b_trans_address<Op, VTile>(ptx::shared_address(&shared.tiles.v[stage]));
     tile::multiply_weights<Op, VTile>(out, s, v_at, [&](int n) {
       if constexpr (!kFeatures.dropout) to_weights(n);
     });
@@ -446,7 +444,8 @@ struct PortableForward {
     stage_out();
   }
 
-  // Out leaves through shared memory, each warp its own rows, so that whole rows go in 16-byte pieces.
+  // Out leaves through shared memory, each warp its own rows, so that whole rows go in 16-byte
+  // pieces.
   __forceinline__ u32 warp_out() const {
     return ptx::shared_address(&shared.out) + OutTile::offset(warp * kWarpRows, 0);
   }
@@ -514,14 +513,14 @@ struct PortableForward {
   __forceinline__ void store_out() const {
     const int first = row0 + warp * kWarpRows;
     if (first >= num_rows) return;
-    OutCopy::store(warp_out(),
-                   rows_at(args.out, q_row + warp * kWarpRows, at.h, num_rows - first, kWarpRows,
-                           p.dim_v),
-                   lane);
+    OutCopy::store(
+        warp_out(),
+        rows_at(args.out, q_row + warp * kWarpRows, at.h, num_rows - first, kWarpRows, p.dim_v),
+        lane);
   }
 
-  // Where this block works is found anew for each act: it costs little, and what is kept from one act
-  // to the next costs registers that the loop in between needs.
+  // Where this block works is found anew for each act: it costs little, and what is kept from one
+  // act to the next costs registers that the loop in between needs.
   __forceinline__ void run() {
     if (!locate()) return;
     if constexpr (kFeatures.dropout) seed = p.seed != nullptr ? *p.seed : p.variant.seed;

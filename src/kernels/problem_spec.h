@@ -18,6 +18,7 @@ struct Features {
   bool mask = false;
   bool dropout = false;
 
+  constexpr bool operator==(const Features&) const = default;
   constexpr bool scale_only() const { return !softcap && !slopes && bias == Element::kNone; }
   constexpr bool hides() const { return mask || bias != Element::kNone; }
 };
@@ -65,6 +66,7 @@ struct MaskClassesView {
 struct ProblemView {
   RowsView q, k, v;
   GridView bias, mask;
+  Lengths readable{kUnbounded, kUnbounded};  // extents of bias and mask
   NumbersView slopes, sinks;
   MaskClassesView mask_classes;
   SequencesView sequences;
@@ -74,11 +76,11 @@ struct ProblemView {
   Variant variant;
   const u64* seed = nullptr;  // of dropout, on the device; else it is in the variant
 
-  // |scale| log2(e), and what q is multiplied by for its sign: 1, -1, or 0 with a factor of
-  // log2(e).
-  float score_factor_log2 = 0;
-  float score_factor = 0;  // |scale|, or 1
+  // q is multiplied by q_factor, the sign of the scale (1, -1 or 0), and q.k by |scale|, or by 1
+  // where the scale is 0: comparing scores and hiding them then needs no case.
   float q_factor = 1;
+  float score_factor = 0;
+  float score_factor_log2 = 0;  // the same times log2(e)
 };
 
 }  // namespace onefold::kernels

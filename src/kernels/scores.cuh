@@ -84,15 +84,16 @@ struct TilePositions {
   int lane = ptx::opaque(tile::lane_idx());
 
   __forceinline__ i64 row(int m, int half) const { return row0 + 16 * m + 8 * half + lane / 4; }
-  __forceinline__ int column(int block, int odd) const {
-    return 8 * block + 2 * (lane % 4) + odd;
-  }
+  __forceinline__ int column(int block, int odd) const { return 8 * block + 2 * (lane % 4) + odd; }
 
   // body(m, block, idx, i, j, distance) for every number of this thread. i and j are pulled inside
-  // the sequence, so that what is loaded there exists; distance is |i + Sk - Sq - j|.
+  // the sequence and below `readable`, so that what is loaded there exists; distance is
+  // |i + Sk - Sq - j|.
   template <class Body>
-  __forceinline__ void for_each(Body&& body) const {
-    const i64 num_rows = kKeysInRows ? n.k : n.q, num_columns = kKeysInRows ? n.q : n.k;
+  __forceinline__ void for_each(Lengths readable, Body&& body) const {
+    const Lengths most{readable.q < n.q ? readable.q : n.q, readable.k < n.k ? readable.k : n.k};
+    const i64 num_rows = kKeysInRows ? most.k : most.q;
+    const i64 num_columns = kKeysInRows ? most.q : most.k;
     const i64 last = num_columns - 1 - column0;
     const int last_column = last < 8 * kBlocks ? static_cast<int>(last) : 8 * kBlocks;
 #pragma unroll
@@ -119,8 +120,8 @@ struct TilePositions {
   // body(m, block, idx, visible) by the band and the lengths.
   template <class Body>
   __forceinline__ void for_each_visible(const Variant& variant, Body&& body) const {
-    const TileBand band = kKeysInRows ? query_band(variant, n, row0, column0)
-                                      : key_band(variant, n, row0, column0);
+    const TileBand band =
+        kKeysInRows ? query_band(variant, n, row0, column0) : key_band(variant, n, row0, column0);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -143,8 +144,9 @@ struct TilePositions {
   }
 };
 
-// Dropout of a warp's tile: body(m, block, idx, kept). Lanes whose rows differ in the last bit share
-// draws: the even one draws for even blocks, the odd one for odd blocks, and they trade halves.
+// Dropout of a warp's tile: body(m, block, idx, kept). Lanes whose rows differ in the last bit
+// share draws: the even one draws for even blocks, the odd one for odd blocks, and they trade
+// halves.
 template <bool kKeysInRows, int kRowTiles, int kBlocks, class Body>
 __forceinline__ void for_each_kept(const TilePositions<kKeysInRows, kRowTiles, kBlocks>& tile,
                                    const HeadAt& at, u64 seed, u32 threshold, Body&& body) {
@@ -160,7 +162,8 @@ __forceinline__ void for_each_kept(const TilePositions<kKeysInRows, kRowTiles, k
         const i64 i = kKeysInRows ? column : row, j = kKeysInRows ? row : column;
         const Philox drawn = philox(static_cast<u32>(i / 2), static_cast<u32>(j / 2),
                                     static_cast<u32>(at.h), static_cast<u32>(at.b), seed);
-        // Words of a draw are 2 (i % 2) + j % 2: mine in column 0 and 1, and those of the other row.
+        // Words of a draw are 2 (i % 2) + j % 2: mine in column 0 and 1, and those of the other
+        // row.
         constexpr int kStep = kKeysInRows ? 2 : 1, kRow = kKeysInRows ? 1 : 2;
         u32 mine[2], theirs[2];
         for (int odd = 0; odd < 2; ++odd) {

@@ -131,8 +131,8 @@ TEST(BadInput, shapes_and_memory_of_q_k_and_v) {
            [](Call& c) { c.a.q.shape[1] = -1; }},
           {"null pointer", "k is a null pointer with shape (2, 4, 2, 5): it needs memory",
            [](Call& c) { c.a.k.data = nullptr; }},
-          {"another device", "v is on a CUDA device: this build runs on the CPU, so move it there",
-           [](Call& c) { c.a.v.device.type = DeviceType::kCuda; }, ErrorKind::kUnsupported},
+          {"another device", "v is on CUDA device 0: the call runs on the CPU, so move it there",
+           [](Call& c) { c.a.v.device.type = DeviceType::kCuda; }},
           {"rows of v", "seqlen of v is 5: 4 is needed, the rows of k",
            [](Call& c) {
              c.a.v = tensor({2, 5, 2, 6});
@@ -498,7 +498,7 @@ TEST(BadInput, merging) {
   EXPECT_EQ(message([](Merge& m) { m.lse.stride[0] = 0; }),
             "lse has stride 0 on axis 0: an output needs memory of its own");
   EXPECT_EQ(message([](Merge& m) { m.outs.device.type = DeviceType::kCuda; }),
-            "outs is on a CUDA device: this build runs on the CPU, so move it there");
+            "outs is on CUDA device 0: the call runs on the CPU, so move it there");
 }
 
 TEST(GoodInput, gradients_may_be_slices_of_one_buffer) {

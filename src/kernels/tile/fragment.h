@@ -10,15 +10,16 @@
 namespace onefold::tile {
 
 inline constexpr int kWarp = 32;
-inline constexpr int kBlockRows = 16;    // of an accumulator block
+inline constexpr int kBlockRows = 16;  // of an accumulator block
 inline constexpr int kBlockColumns = 8;
 
 // Position of number `idx` of the four, inside the block.
 constexpr int accumulator_row(int lane, int idx) { return lane / 4 + 8 * (idx / 2); }
 constexpr int accumulator_column(int lane, int idx) { return 2 * (lane % 4) + idx % 2; }
 
-// ldmatrix x4 loads four matrices of 8 rows by 16 bytes; lane l names row l % 8 of matrix l / 8, and
-// thread 4 g + t receives the 32-bit word t of row g of each. Operands are read with these four:
+// ldmatrix x4 loads four matrices of 8 rows by 16 bytes; lane l names row l % 8 of matrix l / 8,
+// and thread 4 g + t receives the 32-bit word t of row g of each. Operands are read with these
+// four:
 
 // A, 16 rows by 32 bytes of depth, from rows: the upper and lower rows, then the other half depth.
 constexpr int a_row(int lane) { return lane % 8 + 8 * (lane / 8 % 2); }

@@ -19,9 +19,9 @@ __forceinline__ int lane_idx() { return static_cast<int>(threadIdx.x) % kWarp; }
 template <Element kElement>
 struct Operand {  // 16-bit
   static constexpr int kBytes = 2;
-  static constexpr int kDepth = 16;          // of one product
-  static constexpr int kDepthBytes = 32;     // of it in a row
-  static constexpr int kDepthBlocks = 2;     // accumulator blocks that make one operand's depth
+  static constexpr int kDepth = 16;       // of one product
+  static constexpr int kDepthBytes = 32;  // of it in a row
+  static constexpr int kDepthBlocks = 2;  // accumulator blocks that make one operand's depth
   struct A {
     u32 x[4];
   };
@@ -105,7 +105,8 @@ struct Operand<Element::kFloat32> {
   static __forceinline__ void load_b(u32 address, B (&b)[2]) {
     u32 x[4];
     ptx::ldmatrix_x4(x, address);
-    for (int idx = 0; idx < 4; ++idx) split(x[idx], b[idx / 2].high[idx % 2], b[idx / 2].low[idx % 2]);
+    for (int idx = 0; idx < 4; ++idx)
+      split(x[idx], b[idx / 2].high[idx % 2], b[idx / 2].low[idx % 2]);
   }
   // Depths in pairs, as accumulators have them.
   static __forceinline__ void load_b_trans(u32 address, int stride, B (&b)[2]) {

@@ -1,7 +1,7 @@
 // Numbers as the kernels keep them: a float whose exponential is the hardware's.
 //
-// Mufu makes the formulas of the algebra and of the variant, templates on the number, compile to one
-// instruction for exp2 and for max. tanh and log2 are the accurate ones. Includes softmax.h and
+// Mufu makes the formulas of the algebra and of the variant, templates on the number, compile to
+// one instruction for exp2 and for max. tanh and log2 are the accurate ones. Includes softmax.h and
 // ptx/math.
 #pragma once
 

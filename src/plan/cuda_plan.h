@@ -1,0 +1,31 @@
+// Which kernel answers a question on a CUDA device, with which tiles and how many blocks.
+//
+// Invariant: pure; knows the device by its facts only, so that the plan for any device can be made
+// and printed anywhere. Includes core and the specs.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "core/problem.h"
+#include "kernels/forward_spec.h"
+
+namespace onefold {
+
+struct CudaFacts {
+  int arch = 0;  // 800, 900, 1200
+  int num_sms = 0;
+  std::size_t shared_bytes = 0;         // that one block may have
+  std::size_t shared_bytes_per_sm = 0;  // and all blocks of a multiprocessor together
+};
+
+// Throws Error for what no kernel does.
+kernels::ForwardPlan plan_cuda_forward(const Problem& problem, const ForwardTensors& tensors,
+                                       const CudaFacts& facts);
+
+// What explain() prints: the reasons, one a line.
+std::string describe_reasons(const Problem& problem, const kernels::ForwardPlan& plan,
+                             const CudaFacts& facts);
+
+}  // namespace onefold
