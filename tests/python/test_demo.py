@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import math
+import pathlib
 import re
 import statistics
 
@@ -159,6 +161,20 @@ def test_nan_is_no_agreement(corpus, monkeypatch):
     monkeypatch.setitem(ATTENTIONS, "onefold", lambda q, k, v: plain(q, k, v) * torch.nan)
     _, history = trained(corpus, steps=2, attentions=ATTENTIONS)
     assert not checks.curves_agree(history).passed
+
+
+def test_the_example_trains_and_writes(monkeypatch, capsys):
+    path = pathlib.Path(__file__).parents[2] / "examples" / "tiny_gpt.py"
+    spec = importlib.util.spec_from_file_location("tiny_gpt", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(example, "STEPS", 40)
+    example.main()
+    first, second, text = capsys.readouterr().out.split("\n", 2)
+    assert [line.split(":")[0] for line in (first, second)] == ["step 20", "step 40"]
+    assert float(second.split()[2]) < float(first.split()[2])
+    assert text.startswith("Mr. Darcy ")
+    assert len(text.removesuffix("\n")) == len("Mr. Darcy ") + 300
 
 
 # ---- the measurements ----
