@@ -41,6 +41,15 @@ struct Tiles {
   std::int64_t super_keys = 0;  // packed at a time, a multiple of keys
 };
 
+// Queries per private accumulation of dK and dV of a sequence with so many: at least 512, so that
+// packing K and V costs under 2 % of it, and at most eight chunks, so that the private sums never
+// grow with Sq x Sk. It orders additions, so it comes from the sequence alone.
+static inline std::int64_t chunk_rows(std::int64_t queries) {
+  constexpr std::int64_t kLeast = 512, kMostChunks = 8, kStep = 64;
+  const std::int64_t rows = (queries + kMostChunks - 1) / kMostChunks;
+  return rows < kLeast ? kLeast : (rows + kStep - 1) / kStep * kStep;
+}
+
 struct BackwardWants {
   bool dq = false, dkv = false, dslopes = false, dsinks = false;
   bool dbias = false;
@@ -75,7 +84,7 @@ struct CpuWork {
   // Backward. Items are whole heads, or chunks of queries of one when heads are few.
   BackwardWants wants;
   bool by_chunk = false;
-  std::int64_t chunk = 0, num_chunks = 0;  // queries per chunk; chunks of the longest sequence
+  std::int64_t chunk = 0, num_chunks = 0;  // of the longest sequence; no other has more chunks
   std::size_t chunk_sums_bytes = 0;        // private dK and dV of every chunk
   std::size_t number_sums_bytes = 0;       // dSlopes and dSinks per chunk, both
   std::size_t workspace_bytes = 0;         // all of the above

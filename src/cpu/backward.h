@@ -414,8 +414,8 @@ struct BackwardItem {
 
   // One chunk of queries; dk and dv are private and cleared for the keys it sees.
   KeyInterval chunk(std::int64_t idx) {
-    const std::int64_t i0 = idx * call.chunk;
-    const std::int64_t i1 = i0 + call.chunk < seq.used.q ? i0 + call.chunk : seq.used.q;
+    const std::int64_t rows = chunk_rows(seq.used.q), i0 = idx * rows;
+    const std::int64_t i1 = i0 + rows < seq.used.q ? i0 + rows : seq.used.q;
     if (i0 >= i1) return {0, 0};
     const TileRange all = kv_range(p.variant, seq.used, i0, i1);
     const std::int64_t begin = all.begin / call.tiles.keys * call.tiles.keys;
@@ -532,8 +532,8 @@ void reduce_chunks_of(const BackwardCall& call, const Item& keys, int worker) {
       const std::int64_t dim = side == 0 ? p.dim : p.dim_v, step = padded_dim<R>(dim);
       for (std::int64_t d = 0; d < dim; ++d) sum[d] = R(0);
       for (std::int64_t idx = 0; idx < call.num_chunks; ++idx) {
-        const std::int64_t i0 = idx * call.chunk;
-        const std::int64_t i1 = i0 + call.chunk < seq.used.q ? i0 + call.chunk : seq.used.q;
+        const std::int64_t rows = chunk_rows(seq.used.q), i0 = idx * rows;
+        const std::int64_t i1 = i0 + rows < seq.used.q ? i0 + rows : seq.used.q;
         if (i0 >= i1) break;
         const TileRange all = kv_range(p.variant, seq.used, i0, i1);
         if (key < all.begin / call.tiles.keys * call.tiles.keys || key >= all.end) continue;

@@ -186,7 +186,6 @@ void run_backward(const Problem& p, const CpuWork& work, const BackwardTensors& 
   call.scratch_bytes = work.scratch_bytes;
   call.wants = work.wants;
   call.by_chunk = work.by_chunk;
-  call.chunk = work.chunk;
   call.num_chunks = work.num_chunks;
   call.chunk_sums = chunk_sums;
   call.slope_sums = work.wants.dslopes ? slope_sums : nullptr;

@@ -32,7 +32,6 @@ struct BackwardCall {
   std::size_t scratch_bytes;
   BackwardWants wants;
   bool by_chunk;            // an item is one chunk; else a head, its chunks summed on the spot
-  std::int64_t chunk;       // queries per private accumulation of dK and dV
   std::int64_t num_chunks;  // of the longest sequence
   std::byte* chunk_sums;    // by_chunk: private dK and dV of every (b, kv_head, chunk)
   // dSlopes and dSinks of item (b, kv_head, chunk): group numbers each, in double.

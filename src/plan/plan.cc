@@ -11,8 +11,6 @@ constexpr int kKeyTile = 64;
 constexpr std::int64_t kMostTilesPerItem = 8;  // more would push the parked rows out of L2
 constexpr std::int64_t kItemsPerThread = 4;
 constexpr std::int64_t kSplitKeys = 1024;  // packs enough work into an item, splits 8k keys in 8
-constexpr std::int64_t kLeastChunk = 512;  // queries: packing K and V costs under 2 % of it
-constexpr std::int64_t kMostChunks = 8;    // so that private sums never grow with Sq x Sk
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -111,9 +109,7 @@ CpuWork plan_backward(const Problem& p, const BackwardWants& wants, const CpuFac
   CpuWork w;
   w.wants = wants;
   w.tiles = choose_tiles(p, facts);
-  // Chunk borders depend on the longest query length alone, so a sum is the same however the work
-  // is handed out.
-  w.chunk = std::max(kLeastChunk, ceil_div(ceil_div(p.longest_q, kMostChunks), 64) * 64);
+  w.chunk = chunk_rows(p.longest_q);
   w.num_chunks = std::max<std::int64_t>(1, ceil_div(p.longest_q, w.chunk));
   const std::int64_t heads = p.batch * p.heads_k;
   w.by_chunk = facts.threads > 1 && w.num_chunks > 1 && heads < 2 * facts.threads;
@@ -123,7 +119,7 @@ CpuWork plan_backward(const Problem& p, const BackwardWants& wants, const CpuFac
       if (rows == 0) continue;
       for (std::int64_t h = 0; h < p.heads_k; ++h) {
         if (!w.by_chunk) w.items.push_back({b, h, 0, rows * p.group});
-        for (std::int64_t c = 0; w.by_chunk && c * w.chunk < rows; ++c) {
+        for (std::int64_t c = 0; w.by_chunk && c * chunk_rows(rows) < rows; ++c) {
           w.items.push_back({b, h, c, c + 1});
         }
       }
@@ -170,7 +166,7 @@ std::string describe_reasons(const Problem& p, const CpuWork& w, const CpuFacts&
     if (rows.dim != 1) line("last stride of ", name, " is ", rows.dim, ": read element by element");
   }
   if (w.by_chunk) {
-    line("backward over ", w.num_chunks, " chunks of ", w.chunk,
+    line("backward over ", w.num_chunks, " chunks of up to ", w.chunk,
          " queries per head: heads alone are too few for ", facts.threads, " threads");
   }
   if (p.variant.dropout()) line("dropout: Philox4x32-10, drawn again in backward");

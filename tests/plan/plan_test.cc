@@ -339,7 +339,7 @@ TEST(Plan, backward_items_cover_every_chunk_of_every_head_once) {
       ASSERT_GT(rows, 0);
       if (w.by_chunk) {
         ASSERT_EQ(item.row_end, item.row_begin + 1);
-        ASSERT_LT(item.row_begin * w.chunk, rows);
+        ASSERT_LT(item.row_begin * chunk_rows(rows), rows);
         ASSERT_LT(item.row_begin, w.num_chunks);
         ASSERT_TRUE((seen.insert({item.b, item.kv_head, item.row_begin}).second));
       } else {
@@ -350,7 +350,8 @@ TEST(Plan, backward_items_cover_every_chunk_of_every_head_once) {
     }
     std::size_t want = 0;
     for (const Sequence& s : p.sequences) {
-      const std::int64_t units = w.by_chunk ? (s.used.q + w.chunk - 1) / w.chunk : s.used.q > 0;
+      const std::int64_t rows = chunk_rows(s.used.q);
+      const std::int64_t units = w.by_chunk ? (s.used.q + rows - 1) / rows : s.used.q > 0;
       want += static_cast<std::size_t>(units * p.heads_k);
     }
     EXPECT_EQ(seen.size(), want);
@@ -403,6 +404,15 @@ TEST(Plan, a_head_has_at_most_eight_chunks) {
     EXPECT_LE(w.num_chunks, 8) << length;
     EXPECT_GE(w.num_chunks * w.chunk, length);
     EXPECT_LT((w.num_chunks - 1) * w.chunk, length);
+  }
+}
+
+TEST(Plan, a_longer_sequence_has_no_fewer_chunks) {
+  std::int64_t before = 0;
+  for (std::int64_t length = 0; length < 200000; length += 7) {
+    const std::int64_t chunks = (length + chunk_rows(length) - 1) / chunk_rows(length);
+    ASSERT_GE(chunks, before) << length;
+    before = chunks;
   }
 }
 
