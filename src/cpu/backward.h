@@ -38,6 +38,10 @@ struct QueryData {
   R *lse, *delta;                // base 2; dO . O - dLSE
   R* slope_sum;                  // sum of dZ * distance
   bool *q_poison, *dout_poison;  // rows left out of q and dout because they are not finite
+  // Rows that see one key and no sink: P is 1 and dP is dO . O, which only rounding could hide.
+  bool* some_alone;
+  Int<R>* alone;  // per lane, all bits
+  R* dlse;
 
   QueryData(Arena& arena, const Problem& p) {
     constexpr int kL = kLanes<R>;
@@ -51,6 +55,9 @@ struct QueryData {
     slope_sum = arena.take<R>(kL);
     q_poison = arena.take<bool>(kL);
     dout_poison = arena.take<bool>(kL);
+    some_alone = arena.take<bool>(1);
+    alone = arena.take<Int<R>>(kL);
+    dlse = arena.take<R>(kL);
   }
 };
 
@@ -123,13 +130,22 @@ struct BackwardItem {
     for (std::int64_t d = 0; d < dim * width; ++d) x.q[d] = R(0);
     for (std::int64_t d = 0; d < dim_v * width; ++d) x.dout[d] = R(0);
     for (std::int64_t d = 0; d < round_up(p.dim, kPanel) * width; ++d) x.dqt[d] = R(0);
+    *x.some_alone = false;
     for (int lane = 0; lane < width; ++lane) {
-      x.lse[lane] = x.delta[lane] = x.slope_sum[lane] = R(0);
+      x.lse[lane] = x.delta[lane] = x.slope_sum[lane] = x.dlse[lane] = R(0);
+      x.alone[lane] = 0;
       x.q_poison[lane] = x.dout_poison[lane] = false;
       if (lane >= tile.rows) continue;
       const std::int64_t h = s.lanes.head[lane], r = seq.q_begin + s.lanes.query[lane];
       load_row(x.q + lane * dim, p.q.at(heads.b, r, h), p.q.dtype, p.q.dim, p.dim);
-      double delta = call.t.dlse ? -call.t.dlse.load(heads.b, h, r) : 0.0;
+      const KeyInterval keys = key_interval(p.variant, seq.used, s.lanes.query[lane]);
+      if (keys.end - keys.begin == 1 && !p.sinks) {
+        x.alone[lane] = -1;
+        *x.some_alone = true;
+      }
+      const double dlse = call.t.dlse ? call.t.dlse.load(heads.b, h, r) : 0.0;
+      x.dlse[lane] = static_cast<R>(dlse);
+      double delta = -dlse;
       if (call.t.dout) {
         R* dout = x.dout + lane * dim_v;
         load_row(dout, call.t.dout.at(heads.b, r, h), call.t.dout.dtype, call.t.dout.dim, p.dim_v);
@@ -192,6 +208,7 @@ struct BackwardItem {
     for (int n = 0; n < N; ++n) {
       const int column = n * kWidth<R>;
       const V against = anchor(load(x.lse + column)), delta = load(x.delta + column);
+      const IntVec<R> alone = load(x.alone + column);
       IntVec<R> first{}, last{};
       if (border) {
         first = load(s.lanes.first_key + column);
@@ -218,13 +235,19 @@ struct BackwardItem {
         V weight = weight_from(score_2, against);
         // At most 1: what exceeds it is the rounding of a large lse.
         weight = weight > one ? one : weight;
-        V dropped = weight;
+        V factor = one;
         if (variant.dropout()) {
-          const V factor = load(s.dropout + where) * kept;
-          dropped = weight * factor;
+          factor = load(s.dropout + where) * kept;
           dp = dp * factor;
         }
-        V dz = weight * (dp - delta);
+        V inner = dp - delta;
+        if (*x.some_alone) {
+          const IntVec<R> sure = alone & (weight > V{}) & (inner * V{} == V{});  // not of a NaN
+          weight = sure ? one : weight;
+          inner = sure ? load(x.dlse + column) : inner;
+        }
+        V dropped = variant.dropout() ? weight * factor : weight;
+        V dz = weight * inner;
         V dx = natural ? dz * slope : dz;
         if (staged || border) {
           IntVec<R> seen = splat<Int<R>>(-1);
