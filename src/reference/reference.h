@@ -54,7 +54,7 @@ enum class Source : std::uint8_t {
   kSum,         // the sums over keys in forward; and the rounding of P if the denominator is
                 //   summed from unrounded P.  out: sum_j P |w|;  lse: 1
   kUnderflow,   // absolute error of a weight e^(z - max z).  out: count / l * max_j |w_j|
-  kOut,         // relative error of out as stored.  out: |out|
+  kOut,         // relative error of out as stored.  out: |out|, at least the smallest normal number
   kLse,         // relative error of lse as stored.  lse: |lse|
   kProduct,     // the sums over head_dim in backward (dout.v, dout.out) and what is added to them
   kAccumulate,  // the sums that make a gradient: gamma of their depth, and the rounding of P or dS

@@ -78,6 +78,11 @@ double weight_count(const Row& row) {
   return static_cast<double>(row.keys.size()) + (row.has_sink ? 1 : 0);
 }
 
+double smallest_normal(DType dtype) {
+  if (dtype == DType::kFloat64) return std::numeric_limits<double>::min();
+  return dtype == DType::kFloat16 ? 0x1p-14 : std::numeric_limits<float>::min();
+}
+
 // ---- forward ----
 
 Errors lse_errors(const Row& row) {
@@ -101,7 +106,8 @@ struct OutErrors {
 };
 
 // Component d of a row's output. A key without v is the sink.
-OutErrors out_errors(const Row& row, const Matrix& v, std::int64_t d) {
+// `least`: the smallest normal number of out's dtype; below it errors are no longer relative.
+OutErrors out_errors(const Row& row, const Matrix& v, std::int64_t d, double least) {
   const auto w = [&](const Key& key) { return key.keep * v.row(key.j)[d]; };
   OutErrors r;
   double largest = 0;
@@ -126,7 +132,7 @@ OutErrors out_errors(const Row& row, const Matrix& v, std::int64_t d) {
   }
   if (row.sink_p != 0) add(sink_key(row), row.sink_p * abs(r.out));
   e[at(Source::kUnderflow)] = weight_count(row) / row.sum * largest;
-  e[at(Source::kOut)] = abs(r.out);
+  e[at(Source::kOut)] = std::max(abs(r.out), least);
   return r;
 }
 
@@ -143,14 +149,14 @@ struct RowGradient {
 };
 
 RowGradient row_gradient(const Row& row, const Matrix& v, const double* q, const double* dO,
-                         double dL) {
+                         double dL, double least) {
   RowGradient g;
   g.q = q;
   g.dO = dO;
   g.dL = dL;
   g.lse = lse_errors(row);
   for (std::int64_t d = 0; dO != nullptr && d < v.width; ++d) {
-    const OutErrors out = out_errors(row, v, d);
+    const OutErrors out = out_errors(row, v, d, least);
     g.delta += dO[d] * out.out;
     g.delta_size += abs(dO[d] * out.out);
     for (int s = 0; s < kNumSources; ++s) g.delta_errors[s] += abs(dO[d]) * out.errors[s];
@@ -258,7 +264,7 @@ ForwardTerms forward_terms(const Attention& attention) {
         lse.add(place, lse_errors(row));
         // All dropped: out is 0, whatever v holds.
         for (std::int64_t d = 0; attention.dropout_p < 1 && d < ask.dim_v; ++d) {
-          const OutErrors r = out_errors(row, v, d);
+          const OutErrors r = out_errors(row, v, d, smallest_normal(attention.q.dtype));
           const std::int64_t component = ask.q_place(b, h, i) * ask.dim_v + d;
           out.add(component, r.errors);
           t.squared_value.data[component] = r.squared_value;
@@ -292,7 +298,8 @@ BackwardTerms backward_terms(const Attention& attention, const std::optional<Ten
         const Row row = ask.row(b, h, i, q.row(i), k);
         if (!row.live) continue;
         const RowGradient g = row_gradient(row, v, q.row(i), uses_v ? dO.row(i) : nullptr,
-                                           dlse ? ask.like_lse(*dlse, b, h, i) : 0);
+                                           dlse ? ask.like_lse(*dlse, b, h, i) : 0,
+                                           smallest_normal(attention.q.dtype));
         for (const Key& key : row.keys) {
           const KeyGradient e =
               key_gradient(row, g, key, v.row(key.j), ask.dim_v, attention.softcap);
