@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys as _sys
 
-from . import reference
+from . import _compiler, reference
 from ._api import (
     Explanation,
     attention,
@@ -21,6 +21,8 @@ from ._api import (
 )
 from ._core import __version__
 from ._sdpa import sdpa
+
+_compiler.tell_core()
 
 if "torch" in _sys.modules:
     from . import _torch  # noqa: F401  registers the operators, so that exported programs load

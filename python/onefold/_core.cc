@@ -258,4 +258,5 @@ NB_MODULE(_core, m) {
       "fma_probe", [](double seconds) { return fma_probe(seconds); },
       nb::call_guard<nb::gil_scoped_release>());
   define_reference(m);
+  define_jit(m);
 }

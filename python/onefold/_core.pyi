@@ -34,6 +34,25 @@ def info() -> str: ...
 def fma_probe(seconds: float) -> float:
     """float32 FLOP/s of the calling thread, measured for so long; the GIL is released."""
 
+def add_compiler_path(folder: str) -> None:
+    """A folder to look for NVRTC in; before the first kernel."""
+
+def compiler_info() -> str:
+    """One line: NVRTC's version and file, or that there is none; the folder of the cache."""
+
+def cache_folders() -> list[str]:
+    """The first is written and read, the others are read."""
+
+def cache_entries() -> list[dict[str, Any]]:
+    """Of the first folder: folder, name, target, nvrtc, registers, spill_bytes, compile_seconds,
+    warnings, bytes, last_used (seconds since 1970)."""
+
+def cache_clear() -> int:
+    """Deletes the entries of the first folder and tells how many there were."""
+
+def cache_export(folder: str) -> int:
+    """Copies every entry of all folders to another and tells how many that has gained."""
+
 def reference_forward(*question: Any) -> tuple[_Array, _Array]:
     """out, lse."""
 

@@ -1,4 +1,4 @@
-"""The command `onefold`: info, demo, bench, check, plot.
+"""The command `onefold`: info, demo, bench, check, cache, plot.
 
 Each command is a module with `add_arguments(parser)` and `run(args) -> exit status`; torch, rich
 and matplotlib are imported only by the command that needs them.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from onefold import __version__, bench, check, demo, info, plots
+from onefold import __version__, _core, bench, cache_cli, check, demo, info, plots
 
 
 class Command(NamedTuple):
@@ -25,6 +25,7 @@ class Command(NamedTuple):
 def run_info(args: argparse.Namespace) -> int:
     """Prints what would run here and with what."""
     print(info().rstrip())
+    print(f"compiler: {_core.compiler_info()}")
     print(f"python: {platform.python_version()} at {sys.executable}")
     for package in ("torch", "numpy"):
         try:
@@ -32,9 +33,8 @@ def run_info(args: argparse.Namespace) -> int:
             print(f"{package}: {module.__version__}")
         except ImportError:
             print(f"{package}: not installed")
-    for name in ("ONEFOLD_BACKEND", "ONEFOLD_LOG", "ONEFOLD_CHECKED"):
-        if name in os.environ:
-            print(f"{name}: {os.environ[name]}")
+    for name in sorted(name for name in os.environ if name.startswith("ONEFOLD_")):
+        print(f"{name}: {os.environ[name]}")
     return 0
 
 
@@ -45,6 +45,9 @@ COMMANDS = {
     ),
     "bench": Command("speed and error beside what PyTorch has", bench.add_arguments, bench.run),
     "check": Command("the conformance run on this machine", check.add_arguments, check.run),
+    "cache": Command(
+        "list, copy or delete the compiled kernels", cache_cli.add_arguments, cache_cli.run
+    ),
     "plot": Command("draw the picture of a saved run again", plots.add_arguments, plots.run),
 }
 

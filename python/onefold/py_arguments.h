@@ -25,4 +25,7 @@ std::optional<Tensor> optional_tensor(nanobind::handle object, const Expected& e
 // Adds the functions reference_*.
 void define_reference(nanobind::module_& m);
 
+// Adds the functions of the run-time compiler and its cache.
+void define_jit(nanobind::module_& m);
+
 }  // namespace onefold::python

@@ -1,0 +1,89 @@
+"""`onefold cache`: the compiled kernels on disk.
+
+A kernel is compiled on first use and kept in the folder that ONEFOLD_CACHE_DIR names (default:
+onefold in ~/.cache). The variable may name several folders, separated by ':'; all are read and the
+first is written, so an exported folder serves machines that share it or have no compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from onefold import _core
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the actions of `onefold cache`."""
+    parser.description = (
+        "Kernels are compiled on first use and kept in ONEFOLD_CACHE_DIR (default: onefold in "
+        "~/.cache), where the least recently used make room beyond 1 GiB."
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions.add_parser("list", help="what is in the cache").add_argument(
+        "--long", action="store_true", help="with folder names and the compiler's warnings"
+    )
+    export = actions.add_parser("export", help="copy all kernels to another folder")
+    export.add_argument("folder", help="made when it is not there")
+    actions.add_parser("clear", help="delete all kernels; they are compiled again when needed")
+
+
+def age(seconds: float) -> str:
+    """A duration in the largest unit that gives at least 1."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def table(entries: list[dict[str, Any]], *, long: bool) -> str:
+    """One line per entry, the last used first."""
+    rows = [("kernel", "target", "NVRTC", "regs", "spills", "compiled in", "KiB", "used")]
+    notes = [""]
+    for entry in sorted(entries, key=lambda e: (-e["last_used"], e["name"], e["target"])):
+        rows.append(
+            (
+                entry["name"],
+                entry["target"],
+                entry["nvrtc"],
+                str(entry["registers"]),
+                str(entry["spill_bytes"]),
+                f"{entry['compile_seconds']:.2f} s",
+                f"{entry['bytes'] / 1024:.0f}",
+                age(time.time() - entry["last_used"]) + " ago",
+            )
+        )
+        notes.append("".join(f"\n    {line}" for line in (entry["folder"], *entry["warnings"])))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    layout = "  ".join(f"{{:{'<' if i < 3 else '>'}{width}}}" for i, width in enumerate(widths))
+    lines = (
+        layout.format(*row) + (note if long else "") for row, note in zip(rows, notes, strict=True)
+    )
+    return "\n".join(lines)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one action."""
+    folders = _core.cache_folders()
+    if not folders:
+        raise ValueError("there is no cache on disk: set ONEFOLD_CACHE_DIR or HOME")
+    if args.action == "list":
+        entries = _core.cache_entries()
+        if entries:
+            print(table(entries, long=args.long))
+        total = sum(entry["bytes"] for entry in entries)
+        kernels = f"{len(entries)} kernel{'' if len(entries) == 1 else 's'}"
+        print(f"{kernels}, {total / 2**20:.1f} MiB in {folders[0]}")
+        for folder in folders[1:]:
+            print(f"also read: {folder}")
+    elif args.action == "export":
+        try:
+            count = _core.cache_export(args.folder)
+        except RuntimeError as error:
+            raise OSError(str(error)) from None
+        print(f"{count} new in {args.folder}: use it with ONEFOLD_CACHE_DIR={args.folder}")
+    elif args.action == "clear":
+        count = _core.cache_clear()
+        print(f"{count} deleted from {folders[0]}")
+    return 0

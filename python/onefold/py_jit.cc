@@ -1,0 +1,60 @@
+// The run-time compiler and its cache in onefold._core: where to look for NVRTC, and what
+// `onefold cache` shows and does.
+#include <nanobind/nanobind.h>
+
+#include <string>
+
+#include "jit/jit.h"
+#include "jit/settings.h"
+#include "jit/store.h"
+#include "py_arguments.h"
+
+namespace nb = nanobind;
+
+namespace onefold::python {
+namespace {
+
+nb::str to_python(const std::string& text) { return nb::str(text.c_str(), text.size()); }
+
+jit::Store store() { return jit::Store(jit::cache_folders()); }
+
+nb::list cache_folders() {
+  nb::list folders;
+  for (const auto& folder : jit::cache_folders()) folders.append(to_python(folder.string()));
+  return folders;
+}
+
+nb::list cache_entries() {
+  nb::list entries;
+  for (const jit::Store::Entry& entry : store().list()) {
+    const jit::Binary& binary = entry.binary;
+    nb::list warnings;
+    for (const std::string& warning : binary.facts.warnings) warnings.append(to_python(warning));
+    nb::dict fields;
+    fields["folder"] = to_python(entry.folder);
+    fields["name"] = to_python(binary.name);
+    fields["target"] = to_python(binary.target);
+    fields["nvrtc"] = to_python(binary.nvrtc);
+    fields["registers"] = binary.facts.registers;
+    fields["spill_bytes"] = binary.facts.spill_store_bytes + binary.facts.spill_load_bytes;
+    fields["compile_seconds"] = binary.facts.compile_seconds;
+    fields["warnings"] = warnings;
+    fields["bytes"] = entry.bytes;
+    fields["last_used"] = entry.last_used;
+    entries.append(fields);
+  }
+  return entries;
+}
+
+}  // namespace
+
+void define_jit(nb::module_& m) {
+  m.def("add_compiler_path", [](const char* folder) { jit::add_search_path(folder); });
+  m.def("compiler_info", [] { return to_python(jit::info()); });
+  m.def("cache_folders", &cache_folders);
+  m.def("cache_entries", &cache_entries);
+  m.def("cache_clear", [] { return store().clear(); });
+  m.def("cache_export", [](const char* folder) { return store().copy_to(folder); });
+}
+
+}  // namespace onefold::python
