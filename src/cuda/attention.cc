@@ -122,6 +122,7 @@ void classify_mask(const Problem& p, const ForwardPlan& plan, ProblemView& v, vo
   v.mask_classes.head = g.extent[1] == 1 ? 0 : per_head;
   v.mask_classes.batch = g.extent[0] == 1 ? 0 : per_head * g.extent[1];
   v.mask_classes.one_key = g.extent[3] == 1;
+  if (plan.mask_blocks == 0) return;  // no keys, so no tile to look up
   const Kernel& kernel =
       kernel_of(kernels::MaskClassesSpec{plan.spec.arch}, p.device.index, stream);
   LaunchShape shape;
