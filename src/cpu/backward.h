@@ -35,13 +35,9 @@ struct QueryData {
   R *qt, *dot;                   // [d][lane]: q times the score factor; dout
   R *q, *dout;                   // [lane][d]: as they are, for the sums over queries
   R* dqt;                        // [d][lane]
-  R *lse, *delta;                // base 2; dO . O - dLSE
+  R *lse, *delta, *dlse;         // base 2; dO . O - dLSE; dLSE
   R* slope_sum;                  // sum of dZ * distance
   bool *q_poison, *dout_poison;  // rows left out of q and dout because they are not finite
-  // Rows that see one key and no sink: P is 1 and dP is dO . O, which only rounding could hide.
-  bool* some_alone;
-  Int<R>* alone;  // per lane, all bits
-  R* dlse;
 
   QueryData(Arena& arena, const Problem& p) {
     constexpr int kL = kLanes<R>;
@@ -52,12 +48,10 @@ struct QueryData {
     dqt = arena.take<R>(round_up(p.dim, kPanel) * kL);
     lse = arena.take<R>(kL);
     delta = arena.take<R>(kL);
+    dlse = arena.take<R>(kL);
     slope_sum = arena.take<R>(kL);
     q_poison = arena.take<bool>(kL);
     dout_poison = arena.take<bool>(kL);
-    some_alone = arena.take<bool>(1);
-    alone = arena.take<Int<R>>(kL);
-    dlse = arena.take<R>(kL);
   }
 };
 
@@ -130,19 +124,12 @@ struct BackwardItem {
     for (std::int64_t d = 0; d < dim * width; ++d) x.q[d] = R(0);
     for (std::int64_t d = 0; d < dim_v * width; ++d) x.dout[d] = R(0);
     for (std::int64_t d = 0; d < round_up(p.dim, kPanel) * width; ++d) x.dqt[d] = R(0);
-    *x.some_alone = false;
     for (int lane = 0; lane < width; ++lane) {
       x.lse[lane] = x.delta[lane] = x.slope_sum[lane] = x.dlse[lane] = R(0);
-      x.alone[lane] = 0;
       x.q_poison[lane] = x.dout_poison[lane] = false;
       if (lane >= tile.rows) continue;
       const std::int64_t h = s.lanes.head[lane], r = seq.q_begin + s.lanes.query[lane];
       load_row(x.q + lane * dim, p.q.at(heads.b, r, h), p.q.dtype, p.q.dim, p.dim);
-      const KeyInterval keys = key_interval(p.variant, seq.used, s.lanes.query[lane]);
-      if (keys.end - keys.begin == 1 && !p.sinks) {
-        x.alone[lane] = -1;
-        *x.some_alone = true;
-      }
       const double dlse = call.t.dlse ? call.t.dlse.load(heads.b, h, r) : 0.0;
       x.dlse[lane] = static_cast<R>(dlse);
       double delta = -dlse;
@@ -205,10 +192,11 @@ struct BackwardItem {
     const Variant& variant = p.variant;
     const bool natural = !variant.scale_only();
     const V one = splat<R>(R(1)), kept = splat<R>(static_cast<R>(keep_scale(variant)));
+    // One key and no sink: P is 1 and dP is dO . O, which rounding would hide.
+    const bool only_key = seq.used.k == 1 && !p.sinks;
     for (int n = 0; n < N; ++n) {
       const int column = n * kWidth<R>;
       const V against = anchor(load(x.lse + column)), delta = load(x.delta + column);
-      const IntVec<R> alone = load(x.alone + column);
       IntVec<R> first{}, last{};
       if (border) {
         first = load(s.lanes.first_key + column);
@@ -241,8 +229,8 @@ struct BackwardItem {
           dp = dp * factor;
         }
         V inner = dp - delta;
-        if (*x.some_alone) {
-          const IntVec<R> sure = alone & (weight > V{}) & (inner * V{} == V{});  // not of a NaN
+        if (only_key) {
+          const IntVec<R> sure = (weight > V{}) & (inner * V{} == V{});  // neither hidden nor NaN
           weight = sure ? one : weight;
           inner = sure ? load(x.dlse + column) : inner;
         }
