@@ -1,12 +1,14 @@
 // A tensor as every front end hands it over: a pointer, a dtype, a shape, strides and a device.
 //
 // Invariant: a Tensor borrows its memory and owns nothing. Strides count elements, may be 0 or
-// negative, and are 64-bit, as is every product with them. Includes the standard library only.
+// negative, and are 64-bit, as is every product with them. Includes error.h and the standard library.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <initializer_list>
+
+#include "onefold/error.h"
 
 namespace onefold {
 
@@ -81,8 +83,11 @@ struct Tensor {
     return count;
   }
 
-  // A row-major tensor over `data`.
+  // A row-major tensor over `data`, of at most kMaxRank axes.
   static Tensor packed(void* data, DType dtype, std::initializer_list<std::int64_t> shape) {
+    if (shape.size() > kMaxRank) {
+      invalid("a tensor has ", shape.size(), " axes: at most ", kMaxRank, " work");
+    }
     Tensor t;
     t.data = data;
     t.dtype = dtype;
