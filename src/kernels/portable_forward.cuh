@@ -89,7 +89,7 @@ struct PortableForward {
   // Which tile of which head this block owns. False when it has no rows.
   __forceinline__ bool locate() {
     const u32 num_tiles = static_cast<u32>(p.query_tiles), num_heads = static_cast<u32>(p.heads_q);
-    const u32 item = static_cast<u32>(ptx::opaque(static_cast<int>(blockIdx.x)));
+    const u32 item = ptx::block_idx();
     const u32 bh = item / num_tiles;
     u32 tile = item % num_tiles;
     if (args.longest_first) tile = num_tiles - 1 - tile;
@@ -107,7 +107,7 @@ struct PortableForward {
     row0 = static_cast<int>(where.tile) * kSpec.tile_q;
     q_row = seq.q_begin + row0;
     k_row = seq.k_begin;
-    return row0 < num_rows;
+    return row0 >= 0 && row0 < num_rows;
   }
 
   // Rows from `row` on of one head, of which `count` exist and `most` are wanted.
@@ -543,15 +543,13 @@ struct PortableForward {
       find_keys();
       find_key_rows();
       attend(Scores<kFeatures>(p, at), careful);
+      locate();
+      find_keys();
       if (careful || !must_run_again()) break;
       careful = true;
     }
-    locate();
     finish();
-    if (careful) {
-      find_keys();
-      spread_poison(Scores<kFeatures>(p, at));
-    }
+    if (careful) spread_poison(Scores<kFeatures>(p, at));
     store_out();
   }
 };

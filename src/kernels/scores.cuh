@@ -166,11 +166,13 @@ __forceinline__ void for_each_kept(const TilePositions<kKeysInRows, kRowTiles, k
         // row.
         constexpr int kStep = kKeysInRows ? 2 : 1, kRow = kKeysInRows ? 1 : 2;
         u32 mine[2], theirs[2];
+#pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
-          mine[odd] = drawn.word[odd_row ? kRow + odd * kStep : odd * kStep];
-          theirs[odd] = drawn.word[odd_row ? odd * kStep : kRow + odd * kStep];
-          theirs[odd] = __shfl_xor_sync(0xffffffffu, theirs[odd], 4);
+          const u32 of_even = drawn.word[odd * kStep], of_odd = drawn.word[kRow + odd * kStep];
+          mine[odd] = odd_row ? of_odd : of_even;
+          theirs[odd] = __shfl_xor_sync(0xffffffffu, odd_row ? of_even : of_odd, 4);
         }
+#pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           const u32 even_block = odd_row ? theirs[odd] : mine[odd];
           const u32 odd_block = odd_row ? mine[odd] : theirs[odd];

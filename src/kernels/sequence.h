@@ -54,7 +54,8 @@ static inline i64 tiles_per_head(i64 total_rows, i64 tile_rows, bool packed, i64
   return (total_rows + tile_rows - 1) / tile_rows;
 }
 
-// The sequence (or what lies beyond them, b == batch) that owns tile `tile` of a packed head.
+// The sequence (or what lies beyond them, b == batch) that owns tile `tile` of a packed head. Offsets
+// that do not ascend may give a negative tile, which has no rows.
 static inline TileAt packed_tile(const IndexView& cu, i64 batch, i64 total, i64 tile_rows,
                                  i64 tile) {
   i64 low = 0, high = batch;  // the last b whose tiles begin at or before `tile`

@@ -48,7 +48,7 @@ constexpr Row kOptions16[] = {
 constexpr Row kAny32[] = {
     {64, {64, 64, 4, 1, 2, false}},
     {128, {64, 32, 4, 1, 2, false}},
-    {256, {64, 32, 4, 1, 1, false}},
+    {256, {64, 16, 4, 1, 1, false}},
     {256, {32, 16, 2, 1, 1, false}},
 };
 

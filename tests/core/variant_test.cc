@@ -70,6 +70,29 @@ void expect_range(const TileRange& range, i64 count, Some&& some, All&& all) {
   }
 }
 
+TEST(Visibility, the_band_of_a_tile_is_exactly_what_its_rows_see) {
+  for_all_small_bands(4, 5, [](const Variant& v, Lengths n) {
+    SCOPED_TRACE(text(v, n));
+    for (i64 i0 = 0; i0 < n.q; i0 += 2) {
+      for (i64 j0 = 0; j0 < n.k; j0 += 3) {
+        const TileBand keys = key_band(v, n, i0, j0), queries = query_band(v, n, j0, i0);
+        for (int r = 0; r < 3; ++r) {
+          for (int c = 0; c < 3; ++c) {
+            if (i0 + r < n.q) {
+              ASSERT_EQ(keys.first + r <= c && c < keys.end + r && c < keys.limit,
+                        sees(v, n, i0 + r, j0 + c));
+            }
+            if (j0 + r < n.k) {
+              ASSERT_EQ(queries.first + r <= c && c < queries.end + r && c < queries.limit,
+                        sees(v, n, i0 + c, j0 + r));
+            }
+          }
+        }
+      }
+    }
+  });
+}
+
 TEST(Visibility, key_interval_is_exactly_what_a_query_sees) {
   for_all_small_bands(5, 6, [](const Variant& v, Lengths n) {
     SCOPED_TRACE(text(v, n));

@@ -28,6 +28,13 @@ __forceinline__ int opaque(int x) {
   return x;
 }
 
+// blockIdx.x, read anew: what depends on it is not kept in registers either.
+__forceinline__ u32 block_idx() {
+  u32 x;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+  return x;
+}
+
 // Two floats rounded to nearest even into one register, `low` in the lower half.
 __forceinline__ u32 cvt_bf16x2(float low, float high) {
   u32 x;

@@ -71,22 +71,27 @@ struct RowCopy {
                          present(rows, row, chunk));
       });
     } else {
-      for_chunks(thread, [&](int row, int chunk, int pass, int step) {
+      // One chunk at a time: there is no hurry here, and many at once would need many registers.
+      const u32 tile = to - target(0, thread);
+#pragma unroll 1
+      for (int idx = thread; idx < Tile::kRows * kChunks; idx += kThreads) {
+        const int row = idx / kChunks, chunk = idx % kChunks;
         u32 words[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int idx = 0; idx < kChunkElements; ++idx) {
-          const int column = chunk * kChunkElements + idx;
+        for (int element = 0; element < kChunkElements; ++element) {
+          const int column = chunk * kChunkElements + element;
           if (row >= rows.num_rows || column >= rows.num_columns) continue;
           const char* at = from + (row * rows.row + column * rows.dim) * kSize;
           if constexpr (kSize == 2) {
-            words[idx / 2] |= u32{*reinterpret_cast<const unsigned short*>(at)} << 16 * (idx % 2);
+            words[element / 2] |= u32{*reinterpret_cast<const unsigned short*>(at)}
+                                  << 16 * (element % 2);
           } else {
-            words[idx] = *reinterpret_cast<const u32*>(at);
+            words[element] = *reinterpret_cast<const u32*>(at);
           }
         }
-        ptx::st_shared_128(to + Tile::offset(pass * kRowsPerPass, 16 * step),
+        ptx::st_shared_128(tile + Tile::offset(row, 16 * chunk),
                            make_uint4(words[0], words[1], words[2], words[3]));
-      });
+      }
     }
   }
   static __forceinline__ void load(u32 tile, const GlobalRows& rows, int thread) {

@@ -1,0 +1,316 @@
+// Holds a CUDA device to the oracle: options alone and combined, every dtype, hostile shapes and
+// layouts. Not a unit test, since it needs a device; prints one line per case and a summary.
+//
+//   device_check [--host] [--compile] [--only words] [--cases n] [--seed s] [--threads n]
+//
+// --host runs the CPU backend instead, to check the checker. --compile only compiles (for compute
+// capability 9.0 unless there is a device), for a cache to take along.
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+
+#include "cuda/device.h"
+#include "cuda/program.h"
+#include "plan/cuda_plan.h"
+#include "reference/reference.h"
+#include "tests/kernels/device_case.h"
+
+namespace onefold::test {
+namespace {
+
+constexpr double kU32 = 0x1p-24;
+
+struct Options {
+  bool host = false, compile = false;
+  std::string only;
+  int cases = 200, threads = 0;
+  std::uint64_t seed = 1;
+};
+
+double unit(DType t) {
+  return t == DType::kFloat16 ? 0x1p-11 : t == DType::kBFloat16 ? 0x1p-8 : 0x1p-24;
+}
+double gamma(double n, double u) { return n < 32 ? n * u / (1 - n * u) : 6 * std::sqrt(n) * u; }
+
+// What the tensor-core kernels do wrong, by source; see reference.h.
+std::vector<double> sizes(const Wish& w) {
+  const bool wide = w.dtype == DType::kFloat32;
+  // The accumulators of tensor cores truncate: twice the roundoff. A product of split float32 is
+  // good to 2^-21.
+  const double product = wide ? 0x1p-21 : 0;
+  const double sum_d = gamma(double(std::max(w.dim, w.dim_v)) + 2, 2 * kU32) + product;
+  const double weight = wide ? 0x1p-21 : unit(w.dtype);
+  const double moves = std::min<double>(double(w.sk) / 16 + 1, 16);
+  std::vector<double> s(reference::kNumSources, 0.0);
+  const auto set = [&](reference::Source source, double x) { s[std::size_t(source)] = x; };
+  using reference::Source;
+  set(Source::kScore, sum_d);
+  set(Source::kAdded, 8 * kU32);
+  set(Source::kExponent, 2 * kU32);
+  set(Source::kWeight, (16 + 5 * moves) * kU32);
+  set(Source::kSum, 2 * gamma(double(w.sk), 2 * kU32) + weight + product + 6 * kU32);
+  set(Source::kUnderflow, w.dtype == DType::kFloat16 ? 0x1p-25 : 0x1p-126);
+  set(Source::kOut, unit(w.dtype));
+  set(Source::kLse, 4 * kU32);
+  set(Source::kProduct, sum_d);
+  const double most = double(std::max(w.sq * w.heads, w.sk));
+  set(Source::kAccumulate, gamma(most, 2 * kU32) + weight + product + 4 * kU32);
+  return s;
+}
+
+struct Verdict {
+  bool ok = true;
+  double worst = 0;  // of error / bound
+  std::string text;
+};
+
+// `got` against `want`, with bound = sum of size * term (+ own rounding).
+void judge(Verdict& v, const char* what, const std::vector<double>& got,
+           const reference::Array& want, const reference::Array& terms,
+           const std::vector<double>& size, double rounding, double tiny) {
+  const std::size_t count = want.data.size();
+  int shown = 0;
+  for (std::size_t n = 0; n < count; ++n) {
+    double bound = tiny + rounding * std::fabs(want.data[n]);
+    for (std::size_t s = 0; s < size.size(); ++s) {
+      if (size[s] > 0) bound += size[s] * terms.data[s * count + n];
+    }
+    const double x = want.data[n], y = got[n];
+    bool good;
+    double ratio = 0;
+    if (!std::isfinite(x)) {
+      good = std::isnan(x) ? !std::isfinite(y) : (y == x || (std::isnan(y) && x > 0));
+    } else if (!std::isfinite(bound)) {
+      good = true;
+    } else {
+      ratio = std::fabs(y - x) / std::max(bound, 1e-300);
+      good = ratio <= 1;  // false for NaN
+    }
+    if (std::isfinite(ratio)) v.worst = std::max(v.worst, ratio);
+    if (!good && shown++ < 3) {
+      char line[160];
+      std::snprintf(line, sizeof line, "\n      %s[%zu] is %.9g, want %.9g +- %.3g", what, n, y, x,
+                    bound);
+      v.text += line;
+    }
+    v.ok &= good;
+  }
+  if (shown > 3) v.text += concat("\n      ", shown, " of ", count, " wrong in ", what);
+}
+
+// Nothing but elements of an output has been written.
+void check_margins(Verdict& v, const char* what, const Tensor& t, const std::byte* base,
+                   std::size_t bytes) {
+  std::vector<bool> own(bytes, false);
+  const auto first = static_cast<const std::byte*>(t.data) - base;
+  const int size = size_bytes(t.dtype);
+  for_each_element(t, [&](std::int64_t at) {
+    for (int n = 0; n < size; ++n) own[std::size_t(first + at * size + n)] = true;
+  });
+  for (std::size_t n = 0; n < bytes; ++n) {
+    if (own[n] || base[n] == std::byte{0xa5}) continue;
+    v.ok = false;
+    v.text += concat("\n      ", what, ": wrote beyond its elements, byte ", n);
+    return;
+  }
+}
+
+std::mutex device_mutex;
+
+Verdict run(const Wish& wish, std::uint64_t seed, const Options& options) {
+  Verdict v;
+  Case c(wish, seed, !options.host);
+  const reference::Forward want = reference::forward(c.attention);
+  const reference::ForwardTerms terms = reference::forward_terms(c.attention);
+  Context context;
+  std::vector<std::byte> out_first;
+  if (options.host) {
+    forward(context, c.attention, c.out, c.lse);
+  } else {
+    const std::lock_guard lock(device_mutex);
+    context.device = {DeviceType::kCuda, 0};
+    const Attention a = c.on_device();
+    const Tensor out = c.slabs.there(c.out), lse = c.slabs.there(c.lse);
+    for (int repeat = 0; repeat < 2; ++repeat) {
+      forward(context, a, out, lse);
+      c.slabs.fetch(c.out);
+      c.slabs.fetch(c.lse);
+      if (repeat == 0) out_first = c.slabs.bytes(c.out);
+    }
+    if (out_first != c.slabs.bytes(c.out)) {
+      v.ok = false;
+      v.text += "\n      out differs between two equal calls";
+    }
+  }
+  const std::vector<double> size = sizes(wish);
+  const double tiny = wish.dtype == DType::kFloat16 ? 0x1p-24 : 0x1p-126;
+  judge(v, "out", numbers(c.out), want.out, terms.out, size, 0, tiny);
+  judge(v, "lse", numbers(c.lse), want.lse, terms.lse, size, 0, tiny);
+  for (const auto& [what, t] : {std::pair{"out", c.out}, std::pair{"lse", c.lse}}) {
+    const auto& bytes = c.slabs.bytes(t);
+    check_margins(v, what, t, bytes.data(), bytes.size());
+  }
+  return v;
+}
+
+Wish random_wish(Random& r) {
+  Wish w;
+  const auto pick = [&r](std::initializer_list<int> all) {
+    return all.begin()[r.integer(0, int(all.size()) - 1)];
+  };
+  const double kind = r.uniform();
+  w.dtype = kind < 0.45 ? DType::kBFloat16 : kind < 0.75 ? DType::kFloat16 : DType::kFloat32;
+  w.dim = pick({1, 8, 16, 32, 40, 64, 64, 64, 72, 80, 96, 100, 128, 128, 128, 160, 192, 256, 13});
+  w.dim_v = r.chance(0.7) ? w.dim : pick({1, 8, 32, 64, 128, 200, 256});
+  w.batch = r.integer(1, 3);
+  w.kv_heads = r.integer(1, 2);
+  w.heads = w.kv_heads * r.integer(1, 3);
+  w.sq = pick({1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 191, 257});
+  w.sk = pick({0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 193, 256, 300});
+  while (w.batch * w.heads * w.sq * w.sk * (w.dim + w.dim_v) > 60'000'000) {
+    if (w.batch > 1) {
+      --w.batch;
+    } else if (w.heads > 1) {
+      w.heads = w.kv_heads = 1;
+    } else {
+      w.sq = std::max<std::int64_t>(w.sq / 2, 1);
+    }
+  }
+  w.packed = r.chance(0.25);
+  w.hostile = r.chance(0.2);
+  w.spread = r.chance(0.1) ? 8 : 1;
+  for (const auto& [word, chance] : {std::pair{"causal ", 0.35},
+                                     {"topleft ", 0.1},
+                                     {"window ", 0.25},
+                                     {"softcap ", 0.2},
+                                     {"slopes ", 0.2},
+                                     {"bias ", 0.15},
+                                     {"bias32 ", 0.05},
+                                     {"mask ", 0.2},
+                                     {"sinks ", 0.25},
+                                     {"dropout ", 0.2},
+                                     {"dropout1 ", 0.02},
+                                     {"used ", 0.15},
+                                     {"scale0 ", 0.04},
+                                     {"scale- ", 0.08},
+                                     {"scale+ ", 0.05},
+                                     {"nan_q ", 0.05},
+                                     {"nan_k ", 0.05},
+                                     {"nan_v ", 0.08},
+                                     {"inf_v ", 0.03}}) {
+    if (r.chance(chance)) w.options += word;
+  }
+  return w;
+}
+
+// Each option alone, for each dtype and the usual head dims, then random ones.
+std::vector<Wish> all_wishes(const Options& options) {
+  std::vector<Wish> all;
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
+    for (const std::int64_t dim : {64, 128, 256}) {
+      for (const char* words : {"", "causal", "window", "softcap", "slopes", "bias full", "mask",
+                                "sinks", "dropout", "scale-", "causal nan_v"}) {
+        Wish w;
+        w.dtype = dtype;
+        w.dim = w.dim_v = dim;
+        w.batch = 1;
+        w.heads = 2;
+        w.kv_heads = 1;
+        w.sq = 200;
+        w.sk = 333;
+        w.options = words;
+        all.push_back(w);
+      }
+    }
+  }
+  Random r(options.seed);
+  for (int n = 0; n < options.cases; ++n) all.push_back(random_wish(r));
+  std::vector<Wish> chosen;
+  for (const Wish& w : all) {
+    if (w.text().find(options.only) != std::string::npos) chosen.push_back(w);
+  }
+  return chosen;
+}
+
+// Compiles what a case needs.
+std::string compile(const Wish& wish, std::uint64_t seed) {
+  Case c(wish, seed, false);
+  const CudaFacts facts{900, 132, 227 * 1024, 228 * 1024};
+  Attention a = c.attention;
+  const auto move = [](Tensor& t) { t.device = {DeviceType::kCuda, 0}; };
+  for (Tensor* t : {&a.q, &a.k, &a.v, &c.out, &c.lse}) move(*t);
+  for (std::optional<Tensor>* t : {&a.alibi_slopes, &a.bias, &a.mask, &a.sinks, &a.cu_seqlens_q,
+                                   &a.cu_seqlens_k, &a.seqused_q, &a.seqused_k}) {
+    if (*t) move(**t);
+  }
+  const Problem p = make_problem(a, {DeviceType::kCuda, 0});
+  const kernels::ForwardPlan plan = plan_cuda_forward(p, make_forward(p, a, c.out, c.lse), facts);
+  if (p.mask) jit::get(cuda::program(kernels::MaskClassesSpec{900}));
+  const jit::Binary& binary = jit::get(cuda::program(plan.spec));
+  const jit::Facts& f = binary.facts;
+  std::string text = concat(f.registers, " registers");
+  if (f.local_bytes > 0)
+    text += concat(", LOCAL ", f.local_bytes, " bytes ", cuda::text(plan.spec));
+  return text;
+}
+
+int main_of(const Options& options) {
+  const std::vector<Wish> wishes = all_wishes(options);
+  const int threads = options.threads > 0 ? options.threads
+                                          : int(std::max(1u, std::thread::hardware_concurrency()));
+  set_num_threads(1);
+  std::atomic<std::size_t> next{0}, failed{0};
+  std::mutex print;
+  double worst = 0;
+  const auto work = [&] {
+    for (std::size_t n; (n = next++) < wishes.size();) {
+      const std::uint64_t seed = options.seed * 1000003 + n;
+      Verdict v;
+      std::string note;
+      try {
+        if (options.compile) {
+          note = compile(wishes[n], seed);
+          v.ok = note.find("LOCAL") == std::string::npos;
+        } else {
+          v = run(wishes[n], seed, options);
+        }
+      } catch (const std::exception& e) {
+        v.ok = false;
+        v.text = concat("\n      ", e.what()).substr(0, 600);
+      }
+      const std::lock_guard lock(print);
+      worst = std::max(worst, v.worst);
+      failed += !v.ok;
+      std::printf("%s %4zu %.3f  %s %s%s\n", v.ok ? "ok  " : "FAIL", n, v.worst,
+                  wishes[n].text().c_str(), note.c_str(), v.text.c_str());
+      std::fflush(stdout);
+    }
+  };
+  std::vector<std::thread> pool;
+  for (int n = 0; n < threads; ++n) pool.emplace_back(work);
+  for (std::thread& thread : pool) thread.join();
+  std::printf("%zu cases, %zu failed, worst error / bound %.3f\n", wishes.size(), failed.load(),
+              worst);
+  return failed == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace onefold::test
+
+int main(int count, char** words) {
+  onefold::test::Options options;
+  for (int n = 1; n < count; ++n) {
+    const std::string word = words[n];
+    const auto value = [&] { return ++n < count ? words[n] : ""; };
+    if (word == "--host") options.host = true;
+    if (word == "--compile") options.compile = true;
+    if (word == "--only") options.only = value();
+    if (word == "--cases") options.cases = std::atoi(value());
+    if (word == "--seed") options.seed = std::strtoull(value(), nullptr, 10);
+    if (word == "--threads") options.threads = std::atoi(value());
+  }
+  return onefold::test::main_of(options);
+}

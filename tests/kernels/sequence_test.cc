@@ -1,0 +1,98 @@
+// Which sequence a block works on: packed tiles against brute force, wild index tensors.
+
+#include "kernels/sequence.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "tests/algebra/random.h"
+
+namespace onefold::kernels {
+namespace {
+
+IndexView view(const std::vector<i64>& v) { return {v.data(), 1, 8}; }
+IndexView view(const std::vector<i32>& v) { return {v.data(), 1, 4}; }
+
+TEST(PackedTiles, every_row_of_every_sequence_and_beyond_has_one_tile) {
+  test::Random random(test::base_seed());
+  for (int idx = 0; idx < 300; ++idx) {
+    SCOPED_TRACE(test::reproduce(idx));
+    const i64 batch = random.integer(0, 9), tile_rows = 1 << random.integer(0, 5);
+    std::vector<i64> cu{0};
+    for (int b = 0; b < batch; ++b) cu.push_back(cu.back() + random.integer(0, 40));
+    const i64 total = cu.back() + random.integer(0, 40);
+    std::set<std::pair<i64, i64>> seen;
+    for (i64 t = 0; t < tiles_per_head(total, tile_rows, true, batch); ++t) {
+      const TileAt at = packed_tile(view(cu), batch, total, tile_rows, t);
+      ASSERT_GE(at.tile, 0);
+      ASSERT_LE(at.b, batch);
+      ASSERT_TRUE(seen.insert({at.b, at.tile}).second);
+    }
+    for (i64 b = 0; b <= batch; ++b) {
+      const i64 rows = b == batch ? total - cu[b] : cu[b + 1] - cu[b];
+      for (i64 tile = 0; tile * tile_rows < rows; ++tile) {
+        ASSERT_TRUE(seen.count({b, tile})) << "sequence " << b << " tile " << tile;
+      }
+    }
+  }
+}
+
+TEST(PackedTiles, sequences_lie_where_the_offsets_say) {
+  const std::vector<i32> cu_q{0, 3, 3, 10}, cu_k{0, 5, 9, 9}, used{2, 0, 4};
+  SequencesView s;
+  s.cu_q = view(cu_q);
+  s.cu_k = view(cu_k);
+  s.used_q = view(used);
+  s.batch = 3;
+  s.rows_q = 12;
+  s.rows_k = 9;
+  const Sequence first = sequence_at(s, 0), last = sequence_at(s, 2), beyond = sequence_at(s, 3);
+  EXPECT_EQ(first.used.q, 2);
+  EXPECT_EQ(first.q_rows, 3);
+  EXPECT_EQ(first.used.k, 5);
+  EXPECT_EQ(last.q_begin, 3);
+  EXPECT_EQ(last.k_begin, 9);
+  EXPECT_EQ(last.used.q, 4);
+  EXPECT_EQ(last.used.k, 0);
+  EXPECT_EQ(beyond.q_begin, 10);
+  EXPECT_EQ(beyond.q_rows, 2);
+  EXPECT_EQ(beyond.used.q, 0);
+  EXPECT_EQ(beyond.used.k, 0);
+}
+
+TEST(PackedTiles, wild_index_tensors_stay_inside) {
+  test::Random random(test::base_seed());
+  for (int idx = 0; idx < 300; ++idx) {
+    SCOPED_TRACE(test::reproduce(idx));
+    const i64 batch = random.integer(1, 5), total = random.integer(0, 50);
+    std::vector<i64> cu, used;
+    for (int b = 0; b <= batch; ++b)
+      cu.push_back(static_cast<i64>(random.bits()) >> random.integer(0, 63));
+    for (int b = 0; b < batch; ++b)
+      used.push_back(static_cast<i64>(random.bits()) >> random.integer(0, 63));
+    SequencesView s;
+    s.cu_q = s.cu_k = view(cu);
+    s.used_q = s.used_k = view(used);
+    s.batch = batch;
+    s.rows_q = s.rows_k = total;
+    for (i64 t = 0; t < tiles_per_head(total, 16, true, batch); ++t) {
+      const TileAt at = packed_tile(s.cu_q, batch, total, 16, t);
+      ASSERT_GE(at.b, 0);
+      ASSERT_LE(at.b, batch);
+    }
+    for (i64 b = 0; b <= batch; ++b) {
+      const Sequence q = sequence_at(s, b);
+      ASSERT_GE(q.q_begin, 0);
+      ASSERT_LE(q.q_begin + q.q_rows, total);
+      ASSERT_GE(q.used.q, 0);
+      ASSERT_LE(q.used.q, q.q_rows);
+      ASSERT_LE(q.used.k, q.k_rows);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace onefold::kernels
