@@ -112,6 +112,9 @@ const Nvrtc* Nvrtc::open(const std::string& file, bool only_if_loaded, std::stri
   Dl_info where;
   const bool known = dladdr(reinterpret_cast<void*>(f->nvrtcVersion), &where) != 0;
   nvrtc->path_ = known && where.dli_fname ? where.dli_fname : file;
+  // NVRTC opens this by its bare name, which an RPATH finds unless a sanitizer is in between.
+  const std::string folder = nvrtc->path_.substr(0, nvrtc->path_.rfind('/') + 1);
+  dlopen((folder + "libnvrtc-builtins.so." + nvrtc->version()).c_str(), RTLD_NOW | RTLD_LOCAL);
   nvrtc->functions_ = f.release();
   return nvrtc.release();  // for the life of the process, as the library is
 }

@@ -89,7 +89,7 @@ TEST(JitHeaders, AreTheFilesOfTheSourceTreeUnderTheNamesTheHostUses) {
     const fs::path inside = kHeaders[i].name;
     const fs::path file =
         fs::exists(root / "include" / inside) ? root / "include" / inside : root / "src" / inside;
-    EXPECT_EQ(read_text(file), kHeaders[i].text) << inside;
+    EXPECT_TRUE(read_text(file) == kHeaders[i].text) << file << " is newer than the library";
     EXPECT_TRUE(embedded.insert(kHeaders[i].name).second) << inside << " is there twice";
   }
   EXPECT_TRUE(embedded.count("core/variant.h"));
