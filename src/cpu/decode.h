@@ -250,17 +250,18 @@ struct DecodeTile {
     for (; d < p.dim_v; d += kW) sum_vectors<1>(j, num_keys, d, keep, {}, 0);
   }
 
-  // For a tile with hidden keys and values that are not finite: only what a row sees, one by one.
-  void sum_seen(std::int64_t j, int num_keys, const float* keep,
-                const bool (&hidden)[kDecodeRows][kDecodeKeys], float* row) {
-    for (int r = 0; r < kRows; ++r) {
-      for (std::int64_t d = 0; d < p.dim_v; ++d) out[r * step + d] *= keep[r];
-    }
-    for (int key = 0; key < num_keys; ++key) {
-      load_row(row, v_row(j + key), p.v.dtype, 1, p.dim_v);
-      for (int r = 0; r < kRows; ++r) {
-        if (hidden[r][key]) continue;
-        for (std::int64_t d = 0; d < p.dim_v; ++d) out[r * step + d] += scores[r][key] * row[d];
+  // For a tile with hidden keys and values that are not finite: only what a row sees, in the order
+  // of sum_vectors, so that what a row does not see leaves its bits alone.
+  void sum_seen(std::int64_t j, int num_keys, int rows, const float* keep,
+                const bool (&hidden)[kDecodeRows][kDecodeKeys]) {
+    for (std::int64_t d = 0; d < p.dim_v; d += kW) {
+      for (int r = 0; r < rows; ++r) {
+        Vf acc{};
+        for (int key = 0; key < num_keys; ++key) {
+          if (!hidden[r][key]) acc = fma(splat(scores[r][key]), widen(v_row(j + key) + d), acc);
+        }
+        float* to = out + r * step + d;
+        store(to, fma(load(to), splat(keep[r]), acc));
       }
     }
   }
@@ -376,7 +377,8 @@ void decode_tile(const Problem& p, const Sequence& seq, const QueryTile& tile,
     load_row(row, work.v_row(j + key), p.v.dtype, 1, p.dim_v);
     finite = finite && all_finite(row, p.dim_v);
   }
-  finite ? work.sum_values(j, count, keep, ahead) : work.sum_seen(j, count, keep, hidden, row);
+  finite ? work.sum_values(j, count, keep, ahead)
+         : work.sum_seen(j, count, tile.rows, keep, hidden);
 }
 
 template <class T>
