@@ -1,6 +1,8 @@
 #include "core/overlap.h"
 
 #include <algorithm>
+#include <array>
+#include <cstdlib>
 #include <numeric>
 
 namespace onefold {
@@ -40,6 +42,25 @@ bool apart_modulo_step(const Tensor& x, const Tensor& y, int inner_axes) {
   return gap >= a.end - a.begin && gap + (b.end - b.begin) <= step;
 }
 
+// An axis whose steps may land on an element of the axes with smaller strides, or -1. What slicing
+// and permuting make of a packed tensor has none.
+int repeating_axis(const Tensor& t) {
+  if (t.elements() == 0) return -1;
+  std::array<int, kMaxRank> axes{};
+  std::iota(axes.begin(), axes.end(), 0);
+  const auto step = [&t](int axis) { return std::abs(t.stride[axis]); };
+  std::stable_sort(axes.begin(), axes.begin() + t.rank,
+                   [&](int a, int b) { return step(a) < step(b); });
+  std::int64_t reach = 0;
+  for (int idx = 0; idx < t.rank; ++idx) {
+    const int axis = axes[idx];
+    if (t.shape[axis] == 1) continue;
+    if (step(axis) <= reach) return axis;
+    reach += (t.shape[axis] - 1) * step(axis);
+  }
+  return -1;
+}
+
 }  // namespace
 
 bool may_overlap(const Tensor& x, const Tensor& y) {
@@ -60,10 +81,11 @@ void Footprint::reads(const char* name, const std::optional<Tensor>& tensor) {
 }
 
 void Footprint::writes(const char* name, const Tensor& tensor) {
-  for (int axis = 0; axis < tensor.rank; ++axis) {
-    if (tensor.shape[axis] > 1 && tensor.stride[axis] == 0) {
-      invalid(name, " has stride 0 on axis ", axis, ": an output needs memory of its own");
-    }
+  const int axis = repeating_axis(tensor);
+  if (axis >= 0) {
+    invalid(name, " has stride ", tensor.stride[axis], " on axis ", axis,
+            tensor.stride[axis] == 0 ? "" : " and reaches elements twice",
+            ": an output needs memory of its own");
   }
   for (int idx = 0; idx < count_; ++idx) {
     const Named& other = seen_[static_cast<std::size_t>(idx)];

@@ -144,6 +144,15 @@ TEST(Overlap, a_footprint_names_both_sides) {
   EXPECT_EQ(message("dk", apart), "dk shares memory with apart: an output needs memory of its own");
   EXPECT_EQ(message("dv", broadcast),
             "dv has stride 0 on axis 0: an output needs memory of its own");
+  EXPECT_EQ(
+      message("dv", view(200, {2, 3, 4}, {12, 1, 1})),
+      "dv has stride 1 on axis 2 and reaches elements twice: an output needs memory of its own");
+  EXPECT_EQ(message("dv", view(200, {2, 3, 4}, {3, -1, 6})), "");
+}
+
+TEST(Overlap, an_output_without_elements_may_have_any_strides) {
+  Footprint memory;
+  memory.writes("dk", view(0, {3, 0, 2}, {0, 2, 0}));
 }
 
 }  // namespace
