@@ -297,7 +297,11 @@ struct ForwardItem {
                 p.dim_v);
       if (call.lse) {
         const double log2_sum = static_cast<double>(ref[lane]) + std::log2(double{sum[lane]});
-        call.lse.store(heads.b, h, seq.q_begin + i, empty ? kEmpty<double> : log2_sum * kLn2);
+        const double lse = log2_sum * kLn2;
+        call.lse.store(heads.b, h, seq.q_begin + i,
+                       empty                               ? kEmpty<double>
+                       : call.lse.dtype == DType::kFloat32 ? finite_as<float>(lse)
+                                                           : lse);
       }
       extreme |= is_extreme(ref[lane]);
     }

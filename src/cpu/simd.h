@@ -212,6 +212,14 @@ inline void load_with(R* to, std::int64_t count, std::int64_t stride, Load load)
   }
 }
 
+// A finite number stays finite: minus infinity would hide a key that a float64 bias only lowers.
+template <class R>
+inline double finite_as(double x) {
+  constexpr double kMost = sizeof(R) == 4 ? 3.4028234663852886e38 : 1.7976931348623157e308;
+  const double near = x < -kMost ? -kMost : x > kMost ? kMost : x;
+  return x - x == 0 ? near : x;
+}
+
 // `count` elements of any float dtype and stride, as R.
 template <class R>
 inline void load_row(R* to, const void* from, DType dtype, std::int64_t stride,
@@ -247,8 +255,9 @@ inline void load_row(R* to, const void* from, DType dtype, std::int64_t stride,
                        [p = p + d * stride](std::int64_t i) { return float16_to_float(p[i]); });
     }
     case DType::kFloat64:
-      return load_with(to, count, stride,
-                       [p = static_cast<const double*>(from)](std::int64_t i) { return p[i]; });
+      return load_with(to, count, stride, [p = static_cast<const double*>(from)](std::int64_t i) {
+        return finite_as<R>(p[i]);
+      });
     default:
       return;
   }
