@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._dispatch import front_end
-from ._options import Causal, Options, Window, arguments, from_options, refuse_mods
+from ._options import Causal, Options, Window, arguments, from_options, integer, refuse_mods
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -208,7 +208,10 @@ def info() -> str:
 
 def set_num_threads(count: int) -> None:
     """Threads for every later call; 0 = as many as the process may use. Results do not change."""
-    _core.set_num_threads(count)
+    threads = integer("count", count)
+    if not 0 <= threads < 2**31:
+        raise ValueError(f"count is {threads}: from 0 (all there are) to 2**31 - 1 is needed")
+    _core.set_num_threads(threads)
 
 
 def get_num_threads() -> int:

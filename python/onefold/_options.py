@@ -131,9 +131,12 @@ def from_options(function: str, q: Any, k: Any, v: Any, options: Options) -> Arg
 def index_list(name: str, values: Any) -> list[int]:
     """A list given for an index array; nothing is rounded."""
     try:
-        return [operator.index(value) for value in values]
+        indices = [operator.index(value) for value in values]
     except TypeError:
         raise TypeError(f"{name} is {values!r}: a list of int is needed") from None
+    if any(not -(2**63) <= index < 2**63 for index in indices):
+        raise ValueError(f"{name} is {values!r}: integers of 64 bits are needed")
+    return indices
 
 
 def refuse_mods(**given: Callable[..., Any] | Sequence[Any] | None) -> None:
@@ -158,6 +161,13 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, Real):  # NumPy's scalars
         return float(value)
     raise type_error(name, value, "a Python number")
+
+
+def integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise type_error(name, value, "an int") from None
 
 
 def _integer(name: str, value: Any) -> int | None:

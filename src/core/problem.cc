@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "core/overlap.h"
 
@@ -317,6 +318,11 @@ void read_variant(Problem& p, const Attention& a) {
   v.softcap = a.softcap;
   if (!(std::isfinite(v.softcap) && v.softcap >= 0)) {
     invalid("softcap is ", v.softcap, ": a finite number >= 0 is needed, 0 for none");
+  }
+  constexpr double kMost = std::numeric_limits<float>::max();
+  if (v.softcap > kMost && a.q.dtype != DType::kFloat64) {
+    invalid("softcap is ", v.softcap, ": scores of ", name(a.q.dtype), " are float32, so at most ",
+            kMost, " is needed, 0 for none");
   }
   v.dropout_p = a.dropout_p;
   if (!(v.dropout_p >= 0 && v.dropout_p <= 1)) {
