@@ -126,8 +126,8 @@ void classify_mask(const Problem& p, const ForwardPlan& plan, ProblemView& v, vo
   const Kernel& kernel =
       kernel_of(kernels::MaskClassesSpec{plan.spec.arch}, p.device.index, stream);
   LaunchShape shape;
-  shape.grid[0] = static_cast<unsigned>(plan.mask_blocks);
-  shape.block[0] = kernels::kMaskClassesThreads;
+  shape.grid.x = static_cast<unsigned>(plan.mask_blocks);
+  shape.block.x = kernels::kMaskClassesThreads;
   launch(kernel, shape, stream, args);
 }
 
@@ -148,8 +148,8 @@ void run_forward(const Problem& p, const ForwardPlan& plan, const ForwardTensors
   args.longest_first = plan.longest_first;
   if (p.mask) classify_mask(p, plan, args.problem, stream, static_cast<u32*>(workspace));
   LaunchShape shape;
-  shape.grid[0] = static_cast<unsigned>(plan.blocks);
-  shape.block[0] = static_cast<unsigned>(plan.spec.threads());
+  shape.grid.x = static_cast<unsigned>(plan.blocks);
+  shape.block.x = static_cast<unsigned>(plan.spec.threads());
   shape.shared_bytes = static_cast<std::size_t>(plan.spec.shared_bytes());
   launch(kernel, shape, stream, args);
 }

@@ -9,14 +9,15 @@ namespace {
 
 std::mutex kernels_mutex;
 
-// By device and digest. Loaded modules stay until the process ends.
-std::unordered_map<std::string, std::unique_ptr<Kernel>>& kernels() {
-  static auto& table = *new std::unordered_map<std::string, std::unique_ptr<Kernel>>;
+// By device and digest, and what is loaded already by device and identity. Modules stay until the
+// process ends.
+std::unordered_map<std::string, std::shared_ptr<const Kernel>>& kernels() {
+  static auto& table = *new std::unordered_map<std::string, std::shared_ptr<const Kernel>>;
   return table;
 }
 
-std::string kernel_id(int device, const std::string& key) {
-  return std::to_string(device) + ":" + key;
+std::string kernel_id(int device, const std::string& of) {
+  return std::to_string(device) + "/" + of;
 }
 
 const Kernel* find(const std::string& id) {
@@ -64,41 +65,45 @@ const Kernel& load(const jit::Binary& binary, int device) {
   const std::string id = kernel_id(device, binary.digest);
   if (const Kernel* kernel = find(id)) return *kernel;
   // Two threads may load the same module; the second copy is dropped from sight and harmless.
-  auto kernel = std::make_unique<Kernel>(Kernel{load_function(binary, device), &binary, device});
+  auto kernel = std::make_shared<Kernel>(Kernel{load_function(binary, device), &binary, device});
   const std::lock_guard lock(kernels_mutex);
   return *kernels().try_emplace(id, std::move(kernel)).first->second;
 }
 
 const Kernel& load(const jit::Program& program, int device, void* stream) {
-  if (const Kernel* kernel = find(kernel_id(device, jit::digest(program)))) return *kernel;
+  const std::string id = kernel_id(device, jit::identity(program));
+  if (const Kernel* kernel = find(id)) return *kernel;
   if (capturing(device, stream)) {
     throw Error(ErrorKind::kRuntime,
                 concat("program ", program.name, " is not ready on device ", device,
                        " while a CUDA graph is captured: make the same call once before the "
                        "capture, nothing is compiled or loaded inside"));
   }
-  return load(jit::get(program), device);
+  const jit::Binary& binary = jit::get(program);
+  load(binary, device);
+  const std::lock_guard lock(kernels_mutex);
+  return *(kernels()[id] = kernels().at(kernel_id(device, binary.digest)));
 }
 
 void launch_raw(const Kernel& kernel, const LaunchShape& shape, void* stream, void** arguments) {
   std::array<CUlaunchAttribute, 2> attributes{};
   unsigned num_attributes = 0;
-  if (shape.cluster != LaunchShape{}.cluster) {
+  if (shape.cluster.x * shape.cluster.y * shape.cluster.z > 1) {
     CUlaunchAttribute& attribute = attributes[num_attributes++];
     attribute.id = kLaunchClusterDimension;
-    attribute.value.cluster = {shape.cluster[0], shape.cluster[1], shape.cluster[2]};
+    attribute.value.cluster = {shape.cluster.x, shape.cluster.y, shape.cluster.z};
   }
   if (shape.overlap_previous) {
     CUlaunchAttribute& attribute = attributes[num_attributes++];
     attribute.id = kLaunchProgrammaticSerialization;
     attribute.value.flag = 1;
   }
-  const CUlaunchConfig config{shape.grid[0],
-                              shape.grid[1],
-                              shape.grid[2],
-                              shape.block[0],
-                              shape.block[1],
-                              shape.block[2],
+  const CUlaunchConfig config{shape.grid.x,
+                              shape.grid.y,
+                              shape.grid.z,
+                              shape.block.x,
+                              shape.block.y,
+                              shape.block.z,
                               static_cast<unsigned>(shape.shared_bytes),
                               handle_of(stream),
                               attributes.data(),
@@ -106,9 +111,9 @@ void launch_raw(const Kernel& kernel, const LaunchShape& shape, void* stream, vo
   const DeviceGuard guard(kernel.device);
   const CUresult result = driver().cuLaunchKernelEx(&config, kernel.function, arguments, nullptr);
   if (result == kSuccess) return;
-  fail(result, concat("launch of program ", kernel.binary->name, ", grid ", shape.grid[0], " x ",
-                      shape.grid[1], " x ", shape.grid[2], ", block ", shape.block[0], " x ",
-                      shape.block[1], " x ", shape.block[2], ", ", shape.shared_bytes,
+  fail(result, concat("launch of program ", kernel.binary->name, ", grid ", shape.grid.x, " x ",
+                      shape.grid.y, " x ", shape.grid.z, ", block ", shape.block.x, " x ",
+                      shape.block.y, " x ", shape.block.z, ", ", shape.shared_bytes,
                       " bytes of shared memory, on device ", kernel.device));
 }
 

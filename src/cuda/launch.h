@@ -28,11 +28,15 @@ const Kernel& load(const jit::Program& program, int device, void* stream);
 // The same for a binary at hand.
 const Kernel& load(const jit::Binary& binary, int device);
 
+struct Extent {
+  unsigned x = 1, y = 1, z = 1;
+};
+
 struct LaunchShape {
-  std::array<unsigned, 3> grid = {1, 1, 1};  // x up to 2^31 - 1, y and z up to 65535: use x
-  std::array<unsigned, 3> block = {1, 1, 1};
+  Extent grid{};  // x up to 2^31 - 1, y and z up to 65535: use x
+  Extent block{};
   std::size_t shared_bytes = 0;  // dynamic
-  std::array<unsigned, 3> cluster = {1, 1, 1};
+  Extent cluster{};
   bool overlap_previous = false;  // may start before its predecessor ends; it waits by itself
 };
 

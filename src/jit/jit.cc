@@ -53,9 +53,10 @@ std::unordered_map<std::string, std::unique_ptr<Slot>>& slots() {
   return table;
 }
 
-Slot& slot_of(const std::string& digest) {
+Slot& slot_of(const Program& program) {
+  const std::string id = identity(program);
   const std::lock_guard lock(slots_mutex);
-  std::unique_ptr<Slot>& slot = slots()[digest];
+  std::unique_ptr<Slot>& slot = slots()[id];
   if (!slot) slot = std::make_unique<Slot>();
   return *slot;
 }
@@ -131,13 +132,26 @@ std::string digest(const Program& program) {
   return parts.hex().substr(0, kDigestLength);
 }
 
+std::string identity(const Program& program) {
+  // Each part after its length, so that no two programs read the same.
+  std::string id = std::to_string(program.arch) + program.suffix + (checked() ? '1' : '0');
+  const auto add = [&id](const std::string& part) {
+    id += std::to_string(part.size()) + ':';
+    id += part;
+  };
+  id.reserve(program.source.size() + 256);
+  add(program.entry);
+  for (const std::string& option : program.options) add(option);
+  add(program.source);
+  return id;
+}
+
 bool in_memory(const Program& program) {
-  return slot_of(digest(program)).ready.load(std::memory_order_acquire) != nullptr;
+  return slot_of(program).ready.load(std::memory_order_acquire) != nullptr;
 }
 
 const Binary& get(const Program& program) {
-  const std::string id = digest(program);
-  Slot& slot = slot_of(id);
+  Slot& slot = slot_of(program);
   const Binary* ready = slot.ready.load(std::memory_order_acquire);
   if (ready != nullptr) return *ready;
 
@@ -145,8 +159,8 @@ const Binary& get(const Program& program) {
   const std::lock_guard lock(slot.making);
   ready = slot.ready.load(std::memory_order_relaxed);
   if (ready == nullptr) {
-    ready = new Binary(make(program, id));
-    dump(program, id, ".cubin", ready->cubin);
+    ready = new Binary(make(program, digest(program)));
+    dump(program, ready->digest, ".cubin", ready->cubin);
     slot.ready.store(ready, std::memory_order_release);
   }
   return *ready;
@@ -157,7 +171,7 @@ std::string info() {
   if (const Nvrtc* nvrtc = Nvrtc::find(&why_not)) {
     text = concat("NVRTC ", nvrtc->version(), " at ", nvrtc->path());
   } else {
-    text = "no NVRTC (pip install nvidia-cuda-nvrtc)";
+    text = why_not.substr(0, why_not.find(". Tried"));
   }
   const auto folders = cache_folders();
   return text + "; kernel cache " + (folders.empty() ? "in memory" : folders.front().string());

@@ -53,13 +53,18 @@ struct Binary {
 };
 
 // The compiled program: from memory, else from disk, else from the compiler. Any number of threads
-// may ask, and a program is compiled once. The reference holds until the process ends. Costs
-// microseconds when it is in memory, so a launch keeps it. Throws Error(kRuntime): the program's
+// may ask, and a program is compiled once. The reference holds until the process ends. Costs about
+// a microsecond when it is in memory. Throws Error(kRuntime): the program's
 // name, what to do about it, and the compiler's log.
 const Binary& get(const Program& program);
 
-// What get() keeps the program under, as 40 hexadecimal digits; NVRTC's version comes on top.
+// What get() keeps the program under on disk, as 40 hexadecimal digits; NVRTC's version comes on
+// top. Takes tens of microseconds.
 std::string digest(const Program& program);
+
+// What tells programs apart within this process: all that the digest covers but the headers, as it
+// stands. Cheap enough for every launch.
+std::string identity(const Program& program);
 
 // Whether get() would return at once: the program is in memory already.
 bool in_memory(const Program& program);

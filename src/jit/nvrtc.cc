@@ -139,10 +139,9 @@ const Nvrtc* Nvrtc::find(std::string* why_not) {
     *why_not = newest < kOldestMajor
                    ? concat("the driver speaks CUDA ", newest, ", and ", kOldestMajor,
                             " is needed at least: update it")
-                   : concat(
-                         "NVRTC, CUDA's run-time compiler, was not found: `pip install "
-                         "nvidia-cuda-nvrtc` brings it. Tried:",
-                         tried);
+                   : concat("NVRTC, CUDA's run-time compiler, was not found: `pip install ",
+                            newest == 12 ? "nvidia-cuda-nvrtc-cu12" : "nvidia-cuda-nvrtc",
+                            "` brings it. Tried:", tried);
   }
   return chosen;
 }
@@ -189,6 +188,8 @@ Compiled Nvrtc::compile(const Program& program, const std::vector<std::string>& 
     texts.push_back(kHeaders[i].text);
   }
   for (const std::string& option : options) words.push_back(option.c_str());
+  // From 12.9 on NVRTC has a cache of its own, and what comes out of that comes without a log.
+  if (major_ > 12 || minor_ >= 9) words.push_back("--no-cache");
 
   const std::string file = program.name + ".cu";
   Handle raw = nullptr;

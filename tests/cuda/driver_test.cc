@@ -101,6 +101,7 @@ class Device : public CompilerTest {
 
   // Device memory, and its content once the stream is done.
   static std::vector<int> read(const void* memory, std::size_t count) {
+    const DeviceGuard guard(0);
     std::vector<int> host(count);
     check(
         driver().cuMemcpyAsync(reinterpret_cast<CUdeviceptr>(host.data()),

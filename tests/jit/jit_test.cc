@@ -62,17 +62,21 @@ TEST(JitKey, CoversTextEntryOptionsAndTargetButNotTheName) {
   others[3].options = {"--use_fast_math", "--maxrregcount=64"};
   others[4].arch = 800;
   others[5].suffix = '\0';
-  std::set<std::string> keys{digest(base)};
-  for (const Program& other : others) keys.insert(digest(other));
-  {
-    const ScopedVariable checked("ONEFOLD_CHECKED", "1");
-    keys.insert(digest(base));
+  // The digest on disk and what stands for it in memory must agree on what differs.
+  for (const auto key : {digest, identity}) {
+    std::set<std::string> keys{key(base)};
+    for (const Program& other : others) keys.insert(key(other));
+    {
+      const ScopedVariable checked("ONEFOLD_CHECKED", "1");
+      keys.insert(key(base));
+    }
+    EXPECT_EQ(keys.size(), others.size() + 2);
   }
-  EXPECT_EQ(keys.size(), others.size() + 2);
 
   Program renamed = base;
   renamed.name = "renamed";
   EXPECT_EQ(digest(renamed), digest(base));
+  EXPECT_EQ(identity(renamed), identity(base));
   EXPECT_EQ(digest(base).size(), kDigestLength);
 }
 
