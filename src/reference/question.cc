@@ -154,6 +154,7 @@ Question::Question(const Attention& attention) : a_(attention) {
   read_shapes();
   read_sequences();
   check_options();
+  read_seed();
   scale = a_.scale ? *a_.scale : dim > 0 ? 1.0 / std::sqrt(static_cast<double>(dim)) : 1.0;
 }
 
@@ -256,6 +257,17 @@ void Question::check_options() const {
   }
 }
 
+void Question::read_seed() {
+  seed_ = a_.seed;
+  if (!a_.seed_tensor) return;
+  const Tensor& t = *a_.seed_tensor;
+  need_memory("seed", t);
+  if (t.dtype != DType::kInt64 || t.elements() != 1) {
+    invalid("seed is ", t.elements(), " numbers of ", name(t.dtype), ": one int64 is needed");
+  }
+  seed_ = static_cast<std::uint64_t>(*static_cast<const std::int64_t*>(t.data));
+}
+
 void Question::check_cotangents(const std::optional<Tensor>& dout,
                                 const std::optional<Tensor>& dlse) const {
   if (dout) {
@@ -312,9 +324,9 @@ bool Question::visible(std::int64_t b, std::int64_t h, std::int64_t i, std::int6
 double Question::keep(std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) const {
   if (a_.dropout_p == 0) return 1;
   const auto word32 = [](std::int64_t x) { return static_cast<std::uint32_t>(x); };
-  const std::array<std::uint32_t, 4> words = philox4x32_10(
-      {word32(i / 2), word32(j / 2), word32(h), word32(b)},
-      {static_cast<std::uint32_t>(a_.seed), static_cast<std::uint32_t>(a_.seed >> 32)});
+  const std::array<std::uint32_t, 4> words =
+      philox4x32_10({word32(i / 2), word32(j / 2), word32(h), word32(b)},
+                    {static_cast<std::uint32_t>(seed_), static_cast<std::uint32_t>(seed_ >> 32)});
   const std::uint64_t word = words[static_cast<std::size_t>(2 * (i % 2) + j % 2)];
   const auto threshold = static_cast<std::uint64_t>(std::floor(a_.dropout_p * 0x1p32));
   return word >= threshold ? 1 / (1 - a_.dropout_p) : 0;

@@ -91,8 +91,10 @@ class Question {
   void read_shapes();
   void read_sequences();
   void check_options() const;
+  void read_seed();
 
   const Attention& a_;
+  std::uint64_t seed_ = 0;
 };
 
 }  // namespace onefold::reference

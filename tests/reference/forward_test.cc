@@ -422,6 +422,24 @@ TEST(Oracle, dropout_keeps_what_the_generator_says_and_leaves_lse_alone) {
   for (const double lse : f.lse.data) EXPECT_NEAR(lse, std::log(7.0), kRounding);
 }
 
+TEST(Oracle, a_seed_in_a_tensor_is_the_same_seed) {
+  for_random_cases(20, [](Random& random) {
+    RandomQuestion question(random);
+    Attention& a = question.attention;
+    a.dropout_p = 0.5;
+    a.seed = random.bits();
+    const Forward by_number = reference::forward(a);
+    std::int64_t seed = static_cast<std::int64_t>(a.seed);
+    a.seed = 0;
+    a.seed_tensor = Tensor::packed(&seed, DType::kInt64, {1});
+    EXPECT_EQ(reference::forward(a).out.data, by_number.out.data);
+    a.seed_tensor = Tensor::packed(&seed, DType::kInt64, {});
+    EXPECT_EQ(reference::forward(a).out.data, by_number.out.data);
+    a.seed_tensor->dtype = DType::kInt32;
+    EXPECT_THROW(reference::forward(a), Error);
+  });
+}
+
 TEST(Oracle, a_word_at_the_threshold_is_kept_and_the_one_below_dropped) {
   Small s({1}, {1}, {4});
   const double word = reference::philox4x32_10({0, 0, 0, 0}, {7, 0})[0];
