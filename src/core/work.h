@@ -70,15 +70,18 @@ struct CpuFacts {
                                   std::int64_t num_chunks) = nullptr;
   std::size_t (*chunk_bytes)(const Problem&) = nullptr;
   std::size_t (*partial_bytes)(const Problem&) = nullptr;  // the state of kSplitRows rows
+  // Whether so many rows against one key/value head take the decoding path: other sums, other bits.
+  bool (*decodes)(const Problem&, std::int64_t rows) = nullptr;
 };
 
 struct CpuWork {
   Tiles tiles;
   std::int64_t tiles_per_item = 1;
   std::vector<Item> items;
-  std::vector<Split> splits;       // forward: run after the items
-  std::size_t partials_bytes = 0;  // forward: their states
-  std::size_t scratch_bytes = 0;   // per worker
+  std::vector<Split> splits;             // forward: run after the items
+  std::size_t partials_bytes = 0;        // forward: their states
+  std::int64_t tiled = 0, decoding = 0;  // forward: sequences that take either path
+  std::size_t scratch_bytes = 0;         // per worker
   int workers = 1;
 
   // Backward. Items are whole heads, or chunks of queries of one when heads are few.

@@ -35,8 +35,8 @@ struct QueryData {
   R *qt, *dot;                   // [d][lane]: q times the score factor; dout
   R *q, *dout;                   // [lane][d]: as they are, for the sums over queries
   R* dqt;                        // [d][lane]
-  R *lse, *delta, *dlse;         // base 2; dO . O - dLSE; dLSE
-  R* slope_sum;                  // sum of dZ * distance
+  R *lse, *delta;                // base 2; dO . O - dLSE
+  R *slope_sum, *dz_sum;         // sum of dZ * distance; of dZ
   bool *q_poison, *dout_poison;  // rows left out of q and dout because they are not finite
 
   QueryData(Arena& arena, const Problem& p) {
@@ -48,8 +48,8 @@ struct QueryData {
     dqt = arena.take<R>(round_up(p.dim, kPanel) * kL);
     lse = arena.take<R>(kL);
     delta = arena.take<R>(kL);
-    dlse = arena.take<R>(kL);
     slope_sum = arena.take<R>(kL);
+    dz_sum = arena.take<R>(kL);
     q_poison = arena.take<bool>(kL);
     dout_poison = arena.take<bool>(kL);
   }
@@ -124,26 +124,32 @@ struct BackwardItem {
     for (std::int64_t d = 0; d < dim * width; ++d) x.q[d] = R(0);
     for (std::int64_t d = 0; d < dim_v * width; ++d) x.dout[d] = R(0);
     for (std::int64_t d = 0; d < round_up(p.dim, kPanel) * width; ++d) x.dqt[d] = R(0);
+    bool only_key[kLanes<R>] = {};
     for (int lane = 0; lane < width; ++lane) {
-      x.lse[lane] = x.delta[lane] = x.slope_sum[lane] = x.dlse[lane] = R(0);
+      x.lse[lane] = x.delta[lane] = x.slope_sum[lane] = x.dz_sum[lane] = R(0);
       x.q_poison[lane] = x.dout_poison[lane] = false;
       if (lane >= tile.rows) continue;
       const std::int64_t h = s.lanes.head[lane], r = seq.q_begin + s.lanes.query[lane];
       load_row(x.q + lane * dim, p.q.at(heads.b, r, h), p.q.dtype, p.q.dim, p.dim);
-      const double dlse = call.t.dlse ? call.t.dlse.load(heads.b, h, r) : 0.0;
-      x.dlse[lane] = static_cast<R>(dlse);
-      double delta = -dlse;
+      double delta = 0;
       if (call.t.dout) {
         R* dout = x.dout + lane * dim_v;
         load_row(dout, call.t.dout.at(heads.b, r, h), call.t.dout.dtype, call.t.dout.dim, p.dim_v);
         load_row(s.row, call.t.out.at(heads.b, r, h), call.t.out.dtype, call.t.out.dim, p.dim_v);
-        delta += dot(dout, s.row, p.dim_v);
+        delta = dot(dout, s.row, p.dim_v);
       }
+      only_key[lane] = std::isfinite(delta) && sees_one_key(p, heads.b, h, s.lanes.query[lane]);
+      if (only_key[lane]) delta = 0;
+      if (call.t.dlse) delta -= call.t.dlse.load(heads.b, h, r);
       x.delta[lane] = static_cast<R>(delta);
       x.lse[lane] = static_cast<R>(call.t.lse.load(heads.b, h, r) * kLog2E);
     }
     transpose(x.q, dim, width, p.dim, x.qt, width);
     transpose(x.dout, dim_v, width, p.dim_v, x.dot, width);
+    // O of a row that sees one key is that key's V: dP - dO . O is 0, which rounding would hide.
+    for (int lane = 0; lane < tile.rows; ++lane) {
+      for (std::int64_t d = 0; only_key[lane] && d < p.dim_v; ++d) x.dot[d * width + lane] = R(0);
+    }
     for (std::int64_t d = 0; d < p.dim * width; ++d) x.qt[d] *= factor;
     for (int lane = 0; lane < tile.rows; ++lane) {
       x.q_poison[lane] = clear_if_not_finite(x.q + lane * dim, p.dim);
@@ -156,13 +162,17 @@ struct BackwardItem {
     return true;
   }
 
-  // dSink_h = -sum_i e^(sink - lse_i) delta_i, this tile's part of it.
+  // dSink_h = -sum_i P delta_i with P = e^(sink - lse_i), this tile's part of it, once all keys are
+  // done. A delta from a stored out is off by its rounding; the row says by how much, since its dZ,
+  // the sink's included, add up to dLSE.
   void add_sinks(const QueryTile& tile, const QueryData<R>& x, double* sums) {
     for (int lane = 0; lane < tile.rows; ++lane) {
-      const std::int64_t h = s.lanes.head[lane];
-      const double lse = call.t.lse.load(heads.b, h, seq.q_begin + s.lanes.query[lane]) * kLog2E;
+      const std::int64_t h = s.lanes.head[lane], r = seq.q_begin + s.lanes.query[lane];
+      const double lse = call.t.lse.load(heads.b, h, r) * kLog2E, delta = double{x.delta[lane]};
       const double share = weight(p.sinks.load(heads.b, h) * kLog2E, lse);
-      sums[h - heads.first_head] -= share * double{x.delta[lane]};
+      const double dlse = call.t.dlse ? call.t.dlse.load(heads.b, h, r) : 0.0;
+      const double excess = double{x.dz_sum[lane]} - share * delta - dlse;
+      sums[h - heads.first_head] -= share * (delta + excess);
     }
   }
 
@@ -190,10 +200,11 @@ struct BackwardItem {
     constexpr int kRow = N * kWidth<R>;
     using V = Vec<R>;
     const Variant& variant = p.variant;
-    const bool natural = !variant.scale_only();
+    // Read once: what is stored below could be anything for all the compiler knows.
+    const bool natural = !variant.scale_only(), dropout = variant.dropout();
+    const bool has_slopes = variant.has_slopes, with_sinks = call.sink_sums != nullptr;
+    const bool store_dz = want_dz;
     const V one = splat<R>(R(1)), kept = splat<R>(static_cast<R>(keep_scale(variant)));
-    // One key and no sink: P is 1 and dP is dO . O, which rounding would hide.
-    const bool only_key = seq.used.k == 1 && !p.sinks;
     for (int n = 0; n < N; ++n) {
       const int column = n * kWidth<R>;
       const V against = anchor(load(x.lse + column)), delta = load(x.delta + column);
@@ -203,8 +214,8 @@ struct BackwardItem {
         last = load(s.lanes.last_key + column);
       }
       At<V> at{};
-      V position{}, slope_sum{};
-      if (variant.has_slopes) {
+      V position{}, slope_sum{}, dz_sum{};
+      if (has_slopes) {
         at.slope = load(s.lanes.slope + column);
         position = load(s.lanes.position + column);
       }
@@ -213,7 +224,7 @@ struct BackwardItem {
         V score_2 = load(s.weights + where), slope = one, dp = load(s.dscores + where);
         if (staged) at.bias = load(s.addend + where);
         if (natural) {
-          if (variant.has_slopes) {
+          if (has_slopes) {
             at.distance = VectorArith<R>::abs(position - splat<R>(static_cast<R>(key_begin + key)));
           }
           const Dual<V> z = score(variant, Dual<V>{score_2, one}, at);
@@ -223,19 +234,13 @@ struct BackwardItem {
         V weight = weight_from(score_2, against);
         // At most 1: what exceeds it is the rounding of a large lse.
         weight = weight > one ? one : weight;
-        V factor = one;
-        if (variant.dropout()) {
-          factor = load(s.dropout + where) * kept;
+        V dropped = weight;
+        if (dropout) {
+          const V factor = load(s.dropout + where) * kept;
+          dropped = weight * factor;
           dp = dp * factor;
         }
-        V inner = dp - delta;
-        if (only_key) {
-          const IntVec<R> sure = (weight > V{}) & (inner * V{} == V{});  // neither hidden nor NaN
-          weight = sure ? one : weight;
-          inner = sure ? load(x.dlse + column) : inner;
-        }
-        V dropped = variant.dropout() ? weight * factor : weight;
-        V dz = weight * inner;
+        V dz = weight * (dp - delta);
         V dx = natural ? dz * slope : dz;
         if (staged || border) {
           IntVec<R> seen = splat<Int<R>>(-1);
@@ -248,13 +253,14 @@ struct BackwardItem {
           dz = seen ? dz : V{};
           dx = seen ? dx : V{};
         }
-        if (variant.has_slopes) slope_sum = fma(dz, at.distance, slope_sum);
-        if (want_dz) store(s.dz + where, dz);
+        if (has_slopes) slope_sum = fma(dz, at.distance, slope_sum);
+        if (with_sinks) dz_sum += dz;
+        if (store_dz) store(s.dz + where, dz);
         store(s.weights + where, dropped);
         store(s.dscores + where, dx);
       }
-      R* sum = x.slope_sum + column;
-      store(sum, load(sum) + slope_sum);
+      store(x.slope_sum + column, load(x.slope_sum + column) + slope_sum);
+      store(x.dz_sum + column, load(x.dz_sum + column) + dz_sum);
     }
   }
 
@@ -390,7 +396,6 @@ struct BackwardItem {
       const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
       set_lanes(p, q, s.lanes);
       load_queries(q, s.query_data(p, idx));
-      if (sink_sums) add_sinks(q, s.query_data(p, idx), sink_sums);
     }
     const TileRange all =
         kv_range(p.variant, seq.used, row_begin / heads.group, (row_end - 1) / heads.group + 1);
@@ -417,6 +422,7 @@ struct BackwardItem {
       const QueryData<R> x = s.query_data(p, idx);
       set_lanes(p, q, s.lanes);
       if (want_dq) store_dq(q, x);
+      if (sink_sums) add_sinks(q, x, sink_sums);
       for (int lane = 0; slope_sums && lane < q.rows; ++lane) {
         slope_sums[s.lanes.head[lane] - heads.first_head] -= double{x.slope_sum[lane]};
       }

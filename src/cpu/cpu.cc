@@ -129,9 +129,9 @@ void store_numbers(const Problem& p, const Numbers& to, const double* sums,
 
 CpuFacts facts(int threads) {
   const Kernels& k = *chosen().kernels;
-  return {chosen().name,      threads,        l2_bytes(),
-          k.lanes_float,      k.lanes_double, k.forward_scratch,
-          k.backward_scratch, k.chunk_bytes,  k.partial_bytes};
+  return {chosen().name,   threads,           l2_bytes(),         k.lanes_float,
+          k.lanes_double,  k.forward_scratch, k.backward_scratch, k.chunk_bytes,
+          k.partial_bytes, k.decodes};
 }
 
 void run_forward(const Problem& p, const CpuWork& work, const Rows& out, const Numbers& lse,

@@ -74,9 +74,10 @@ static double fma_probe(std::int64_t rounds) {
   return 2.0 * kChains * kWidth<float> * static_cast<double>(rounds);
 }
 
-static constexpr Kernels kKernels{
-    kLanes<float>, kLanes<double>, forward_scratch_of, backward_scratch, chunk_bytes,
-    partial_bytes, forward,        merge_split,        backward,         reduce_chunks,
-    bias_items,    bias_gradient,  fma_probe};
+static constexpr Kernels kKernels{kLanes<float>,    kLanes<double>, forward_scratch_of,
+                                  backward_scratch, chunk_bytes,    partial_bytes,
+                                  decodable,        forward,        merge_split,
+                                  backward,         reduce_chunks,  bias_items,
+                                  bias_gradient,    fma_probe};
 
 }  // namespace onefold::cpu::ONEFOLD_ISA

@@ -432,6 +432,23 @@ inline bool lane_sees(const LaneFacts<R>& lanes, const R* addend, int width, int
          (addend == nullptr || addend[key * width + lane] != kEmpty<R>);
 }
 
+// Whether exactly one key, and no sink, has a weight in row (b, h, i).
+static inline bool sees_one_key(const Problem& p, std::int64_t b, std::int64_t h, std::int64_t i) {
+  if (p.sinks && p.sinks.load(b, h) != kEmpty<double>) return false;
+  const KeyInterval keys =
+      key_interval(p.variant, p.sequences[static_cast<std::size_t>(b)].used, i);
+  if (!p.bias && !p.mask) return keys.end - keys.begin == 1;
+  int seen = 0;
+  for (std::int64_t j = keys.begin; j < keys.end && seen < 2; ++j) {
+    const bool hidden =
+        (p.mask && static_cast<const std::uint8_t*>(p.mask.data)[p.mask.offset(b, h, i, j)] == 0) ||
+        (p.bias &&
+         load_number(p.bias.data, p.bias.dtype, p.bias.offset(b, h, i, j)) == kEmpty<double>);
+    seen += !hidden;
+  }
+  return seen == 1;
+}
+
 // factors[key][lane] = 1 for a kept weight, 0 for a dropped one.
 template <class R>
 inline void draw_dropout(const Problem& p, const QueryTile& tile, std::int64_t key_begin,

@@ -83,6 +83,7 @@ CpuWork plan_forward(const Problem& p, const CpuFacts& facts) {
   const std::int64_t step = w.tiles_per_item * w.tiles.rows;
   for (std::int64_t b = 0; b < p.batch; ++b) {
     const std::int64_t rows = p.sequences[static_cast<std::size_t>(b)].used.q * p.group;
+    if (rows > 0) ++(facts.decodes && facts.decodes(p, rows) ? w.decoding : w.tiled);
     if (split_keys(p, b, facts, w)) continue;
     for (std::int64_t h = 0; h < p.heads_k; ++h) {
       for (std::int64_t r = 0; r < rows; r += step) {
@@ -136,8 +137,11 @@ CpuWork plan_backward(const Problem& p, const BackwardWants& wants, const CpuFac
 }
 
 std::string describe_kernel(const Problem& p, const CpuWork& w, const CpuFacts& facts) {
-  return concat("tiled ", facts.isa, ", ", w.tiles.rows, " rows x ", w.tiles.keys,
-                " keys per tile, ", w.tiles.super_keys, " keys packed at a time, ",
+  const char* path = w.decoding == 0 ? "tiled "
+                     : w.tiled == 0  ? "decoding "
+                                     : "tiled and decoding ";
+  return concat(path, facts.isa, ", ", w.tiles.rows, " rows x ", w.tiles.keys, " keys per tile, ",
+                w.tiles.super_keys, " keys packed at a time, ",
                 p.dtype == DType::kFloat64 ? "float64" : "float32", " inside");
 }
 
@@ -153,6 +157,9 @@ std::string describe_reasons(const Problem& p, const CpuWork& w, const CpuFacts&
   }
   if (!w.splits.empty()) {
     line("few queries: keys are split into stretches of ", kSplitKeys, ", merged in order");
+  }
+  if (w.decoding > 0) {
+    line("few queries: rows of k and v are read in place, a vector along head_dim at a time");
   }
   if (p.mask) line("mask: read in place, tiles that it hides entirely are skipped");
   if (p.bias) line("bias: read in place, added to every tile");
