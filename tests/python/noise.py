@@ -14,8 +14,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from gates import TINY, UNIT, Case, arithmetic
 from torch import Tensor
+
+from gates import TINY, UNIT, Case, arithmetic
 
 RELATIVE = 0.425  # RMS of a rounding error in units of u
 EXP2 = 1.2  # RMS error of 2^x in units of u, polynomial and last rounding, on (-1/2, 1/2)

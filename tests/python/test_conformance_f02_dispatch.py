@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gates import FLOATS, Case, Found, assert_same_bits, hold_bounds, make_case, run
 
 import onefold
+from gates import FLOATS, Case, Found, assert_same_bits, hold_bounds, make_case, run
 
 
 def seeded(draw: int = 0) -> torch.Generator:

@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from buffers import surrounded, surroundings
-from gates import FLOATS, Case, assert_same_bits, hold_bounds, make_case, normal, run, wide
 
 import onefold
+from buffers import surrounded, surroundings
+from gates import FLOATS, Case, assert_same_bits, hold_bounds, make_case, normal, run, wide
 
 INF = math.inf
 
@@ -153,9 +153,7 @@ def test_f03_8_empty_sequences_anywhere_in_a_packed_batch(lengths, device):
 
 def test_f03_8_a_batch_of_no_sequences_is_refused_or_empty(device):
     q = torch.zeros(0, 2, 8, device=device)
-    out, lse = onefold.attention(
-        q, q, q, cu_seqlens_q=[0], cu_seqlens_k=[0], return_lse=True
-    )
+    out, lse = onefold.attention(q, q, q, cu_seqlens_q=[0], cu_seqlens_k=[0], return_lse=True)
     assert out.shape == (0, 2, 8)
     assert lse.shape == (2, 0)
 

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from gates import UNIT, Case, assert_same_bits, hold_bounds, make_case, normal, run, wide
 
 import onefold
+from gates import UNIT, Case, assert_same_bits, hold_bounds, make_case, normal, run, wide
 
 INF = math.inf
 

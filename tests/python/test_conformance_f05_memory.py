@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from buffers import guarded, poisoned_allocations, surrounded
-from gates import Case, Found, assert_same_bits, make_case, normal, run, wide
 
 import onefold
+from buffers import guarded, poisoned_allocations, surrounded
+from gates import Case, Found, assert_same_bits, make_case, normal, run, wide
 
 NAN, INF = math.nan, math.inf
 
@@ -103,7 +103,8 @@ def test_f05_3_rows_after_the_last_offset_are_zero(sinks, dtype, device, place):
         assert not found.gradients[name][live:].any()
         assert found.gradients[name].isfinite().all()
     short = run(
-        Case(q[:live], k[:live], v[:live], options, dout[:live], dlse[:, :live].contiguous()), device
+        Case(q[:live], k[:live], v[:live], options, dout[:live], dlse[:, :live].contiguous()),
+        device,
     )
     assert_same_bits(found.out[:live], short.out)
     for name in short.gradients:

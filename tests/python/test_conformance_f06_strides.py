@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from buffers import guarded, poisoned_allocations, surrounded, surroundings
-from gates import FLOATS, Case, assert_same_bits, hold_bounds, make_case, normal, run, wide
 
 import onefold
+from buffers import guarded, poisoned_allocations, surrounded, surroundings
+from gates import FLOATS, Case, assert_same_bits, hold_bounds, make_case, normal, run, wide
 
 NAN, INF = math.nan, math.inf
 
@@ -130,7 +130,9 @@ def test_f06_5_unbound_views_of_one_buffer_and_gradients_into_its_slices(dim, de
 OUT_LAYOUTS = {
     "length major": lambda shape: torch.empty(shape),
     "head major": lambda shape: torch.empty([shape[n] for n in (0, 2, 1, 3)]).transpose(1, 2),
-    "last axis first": lambda shape: torch.empty([shape[n] for n in (3, 0, 1, 2)]).permute(1, 2, 3, 0),
+    "last axis first": lambda shape: torch.empty([shape[n] for n in (3, 0, 1, 2)]).permute(
+        1, 2, 3, 0
+    ),
     "every second head": lambda shape: torch.empty(*shape[:2], 2 * shape[2], shape[3])[:, :, ::2],
     "odd rows": lambda shape: torch.empty(*shape[:3], shape[3] + 1)[..., :-1],
 }
@@ -145,9 +147,7 @@ def test_f06_6_the_strides_of_out_are_honoured_and_nothing_else_is_written(layou
     whole = torch.empty(0).set_(out.untyped_storage())
     whole.fill_(NAN)
     with poisoned_allocations():
-        _, lse = onefold.attention(
-            case.q, case.k, case.v, causal=True, out=out, return_lse=True
-        )
+        _, lse = onefold.attention(case.q, case.k, case.v, causal=True, out=out, return_lse=True)
     assert_same_bits(out.contiguous(), want.out)
     assert_same_bits(lse, want.lse)
     assert int(whole.isnan().sum()) == whole.numel() - out.numel()
@@ -176,7 +176,7 @@ def test_f06_6_an_out_that_overlaps_is_refused(how, device):
     }[how]()
     if how == "shifted":
         q = out.as_strided(q.shape, q.stride(), 4)
-    with pytest.raises(ValueError, match="out (shares memory with|has stride 0)"):
+    with pytest.raises(ValueError, match=r"out (shares memory with|has stride 0)"):
         onefold.attention(q, k, v, out=out)
 
 

@@ -175,15 +175,7 @@ def test_f07_9_a_key_mask_broadcasts_like_its_expansion(dtype, device, place):
     assert_same_bits(run(narrow, device), run(full, device))
 
 
-@pytest.mark.parametrize(
-    "one",
-    [
-        2,
-        # Known fault: a sequence of one key has a case of its own in backward, a mask that leaves
-        # one key has not, and the last bits of dq and dk differ.
-        pytest.param(1, marks=pytest.mark.xfail(strict=True, reason="one key is special")),
-    ],
-)
+@pytest.mark.parametrize("one", [1, 2])
 def test_f07_9_a_key_mask_is_a_used_length_in_other_words(one, dtype, device):
     lengths = torch.tensor([32, one, 17, 0])
     mask = (torch.arange(32) < lengths[:, None])[:, None, None]

@@ -7,6 +7,8 @@ import math
 
 import pytest
 import torch
+
+import onefold
 from gates import (
     FLOATS,
     UNIT,
@@ -19,8 +21,6 @@ from gates import (
     same_bits,
     wide,
 )
-
-import onefold
 
 NAN, INF = math.nan, math.inf
 
@@ -253,7 +253,9 @@ def test_a_bias_as_small_as_the_smallest_number_is_an_ordinary_bias(rows, dtype,
     found = run(Case(q, k, v, {"bias": mixed}), device)
     plain = run(Case(q, k[:, 5:], v[:, 5:], {}), device)
     if dtype != torch.float16:  # in float16 the smallest number is -65504, and e^-65504 is 0 too
-        assert torch.allclose(found.out.double(), plain.out.double(), rtol=4 * UNIT[dtype], atol=1e-6)
+        assert torch.allclose(
+            found.out.double(), plain.out.double(), rtol=4 * UNIT[dtype], atol=1e-6
+        )
 
 
 # ---- scale, cap, alibi ----
@@ -366,7 +368,9 @@ def test_an_extent_of_zero_gives_empty_or_zero_results_and_gradients(empty, dtyp
     for name, x in (("q", q), ("k", k), ("v", v)):
         assert found.gradients[name].shape == x.shape
     if empty == "head_dim":  # scores are 0
-        assert (found.out.double() - v.double().mean(1, keepdim=True)).abs().max() <= 4 * UNIT[dtype]
+        assert (found.out.double() - v.double().mean(1, keepdim=True)).abs().max() <= 4 * UNIT[
+            dtype
+        ]
     elif empty == "keys":
         assert not found.out.any()
 
@@ -375,6 +379,8 @@ def test_a_case_of_every_family_survives_a_second_look(device):
     """The bound itself is not vacuous: a result with one key left out is beyond it."""
     for family in ("normal", "rising", "values_near_one"):
         case = make_case(family, torch.float32, (1, 8, 40, 1, 1, 16, 16))
-        wrong = make_case(family, torch.float32, (1, 8, 40, 1, 1, 16, 16), mask=torch.arange(40) != 31)
+        wrong = make_case(
+            family, torch.float32, (1, 8, 40, 1, 1, 16, 16), mask=torch.arange(40) != 31
+        )
         with pytest.raises(AssertionError, match="beyond their bound"):
             hold_bounds(case, device, run(wrong, device))

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+
 from gates import (
     FAMILIES,
     FLOATS,
@@ -67,7 +68,7 @@ OPTIONS = {
 }
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def answered(family: str, dtype: torch.dtype, options: str, device: str) -> tuple[Case, Found]:
     shape = SHAPE if options != "everything" else MANY_HEADS
     case = make_case(family, dtype, shape, draw=3, **OPTIONS[options](dtype, shape))
@@ -122,7 +123,9 @@ def test_errors_stay_as_predicted_over_four_thousand_keys(name, device):
 def test_lse_errors_are_as_predicted(device):
     case = make_case("normal", torch.float32, (1, 256, 130, 2, 2, 16, 16))
     found = run(case, device, backward=False)
-    hold_noise(found.lse, case.exact[1], Prediction(case, device).log_sum(), "lse", (0, 1.6), 2**-24)
+    hold_noise(
+        found.lse, case.exact[1], Prediction(case, device).log_sum(), "lse", (0, 1.6), 2**-24
+    )
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from gates import Case, Found, assert_same_bits, make_case, run, wide
-from naive import visible
 
 import onefold
+from gates import Case, Found, assert_same_bits, hold_bounds, make_case, path, run, wide
+from naive import visible
 
 SHAPE = (3, 37, 150, 4, 2, 24, 40)
 
@@ -73,7 +73,9 @@ def test_the_same_call_gives_the_same_bits_again(options, dtype, device):
 def test_the_number_of_threads_changes_no_bit(options, shape, threads, device):
     dtype = torch.float32
     more = every_option(dtype, shape) if options == "every option" else {}
-    case = make_case("normal", dtype, shape, **more | ({"causal": True} if options != "plain" else {}))
+    case = make_case(
+        "normal", dtype, shape, **more | ({"causal": True} if options != "plain" else {})
+    )
     found = []
     for count in (1, 2, 7):
         threads(count)
@@ -111,7 +113,9 @@ def test_the_gradients_of_a_sequence_do_not_depend_on_a_longer_one_beside_it(dev
     """Queries are summed in chunks: their borders must come from the sequence itself."""
     short = make_case("normal", torch.float32, (1, 900, 5, 1, 1, 8, 8), draw=1)
     long = make_case("normal", torch.float32, (1, 9000, 5, 1, 1, 8, 8), draw=2)
-    both = {n: torch.cat([getattr(c, n)[0] for c in (short, long)]) for n in ("q", "k", "v", "dout")}
+    both = {
+        n: torch.cat([getattr(c, n)[0] for c in (short, long)]) for n in ("q", "k", "v", "dout")
+    }
     dlse = torch.cat([short.dlse[0], long.dlse[0]], dim=-1)
     lengths = {"cu_seqlens_q": [0, 900, 9900], "cu_seqlens_k": [0, 5, 10]}
     packed = run(Case(both["q"], both["k"], both["v"], lengths, both["dout"], dlse), device)
@@ -128,24 +132,28 @@ def test_a_query_row_does_not_depend_on_the_other_query_rows(dtype, device):
     for at in (slice(0, 1), slice(5, 22), slice(36, 37)):
         some = Case(case.q[:, at], case.k, case.v, {}, case.dout[:, at], case.dlse[:, :, at])
         found = run(some, device)
-        assert_same_bits(found.out, whole.out[:, at], "out")
-        assert_same_bits(found.lse, whole.lse[:, :, at], "lse")
-        assert_same_bits(found.gradients["q"], whole.gradients["q"][:, at], "dq")
+        if path(some, device) == path(case, device):
+            assert_same_bits(found.out, whole.out[:, at], "out")
+            assert_same_bits(found.lse, whole.lse[:, :, at], "lse")
+            assert_same_bits(found.gradients["q"], whole.gradients["q"][:, at], "dq")
+        else:
+            hold_bounds(some, device, found)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, (1, 40, 1300, 2, 2, 16, 16)])
+@pytest.mark.parametrize("shape", [SHAPE, (1, 40, 1300, 2, 2, 16, 16), (1, 40, 90, 2, 2, 5, 5)])
 def test_a_step_of_decoding_is_the_row_of_the_prefill_where_one_path_serves_both(shape, device):
     case = make_case("normal", torch.float32, shape, causal=True)
     whole = run(case, device, backward=False)
     sq, sk = shape[1], shape[2]
     for i in (0, sq // 2, sq - 1):
         seen = i + 1 + sk - sq
-        if seen > 1024:
-            continue  # another path: stretches of keys are merged
         step = Case(case.q[:, i : i + 1], case.k[:, :seen], case.v[:, :seen], {"causal": True})
         found = run(step, device)
-        assert_same_bits(found.out, whole.out[:, i : i + 1], f"out of row {i}")
-        assert_same_bits(found.lse, whole.lse[:, :, i : i + 1], f"lse of row {i}")
+        if path(step, device) == path(case, device):
+            assert_same_bits(found.out, whole.out[:, i : i + 1], f"out of row {i}")
+            assert_same_bits(found.lse, whole.lse[:, :, i : i + 1], f"lse of row {i}")
+        else:
+            hold_bounds(step, device, found)
 
 
 def test_permuted_heads_permute_the_results(dtype, device):

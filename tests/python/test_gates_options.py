@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from gates import FLOATS, Case, hold_bounds, normal, wide
 
 NUM_CASES = 80
@@ -63,9 +64,7 @@ def all_pairs(rng: random.Random, count: int) -> list[Combination]:
     }
 
     def covered(row: dict[int, int]) -> set[tuple[int, int, int, int]]:
-        return {
-            (a, row[a], b, row[b]) for a, b in itertools.combinations(sorted(row), 2)
-        } & missing
+        return {(a, row[a], b, row[b]) for a, b in itertools.combinations(sorted(row), 2)} & missing
 
     found = []
     while missing or len(found) < count:
@@ -78,7 +77,7 @@ def all_pairs(rng: random.Random, count: int) -> list[Combination]:
         for axis in rest:  # each axis in turn takes the choice that covers most
             options = list(range(len(CHOICES[names[axis]])))
             rng.shuffle(options)
-            row[axis] = max(options, key=lambda choice: len(covered(row | {axis: choice})))  # noqa: B023
+            row[axis] = max(options, key=lambda choice: len(covered(row | {axis: choice})))
         missing -= covered(row)
         found.append({names[axis]: CHOICES[names[axis]][row[axis]] for axis in range(len(names))})
     return found
