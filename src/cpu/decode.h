@@ -77,7 +77,7 @@ inline float sum_lanes(Vf v) {
 // vectors are added in pairs until one vector holds every sum. to[n] is the sum of acc[n].
 #if defined(__AVX512F__)
 template <int kCount>
-inline void sum_lanes_of(const Vf* acc, float* to) {
+[[gnu::always_inline]] inline void sum_lanes_of(const Vf* acc, float* to) {
   static_assert(kCount == 8 || kCount == 16);
   __m512 group[4];
 #pragma GCC unroll 4
@@ -105,7 +105,7 @@ inline void sum_lanes_of(const Vf* acc, float* to) {
 }
 #elif defined(__AVX2__)
 template <int kCount>
-inline void sum_lanes_of(const Vf* acc, float* to) {
+[[gnu::always_inline]] inline void sum_lanes_of(const Vf* acc, float* to) {
   static_assert(kCount == 8);
   __m256 half[4];  // 128-bit block t of half g: acc[2 g + t]
 #pragma GCC unroll 4
@@ -125,7 +125,7 @@ inline void sum_lanes_of(const Vf* acc, float* to) {
 }
 #else
 template <int kCount>
-inline void sum_lanes_of(const Vf* acc, float* to) {
+[[gnu::always_inline]] inline void sum_lanes_of(const Vf* acc, float* to) {
   for (int n = 0; n < kCount; ++n) to[n] = sum_lanes(acc[n]);
 }
 #endif
@@ -136,10 +136,10 @@ inline void ask_for(const void* p, std::int64_t bytes) {
   }
 }
 
-// Whether the rows of k and v can be read a vector at a time.
+// Whether so few rows take this path: not a question of strides, which must not change a bit.
 inline bool decodable(const Problem& p, std::int64_t rows) {
-  return p.dtype != DType::kFloat64 && rows <= kDecodeRows && p.k.dim == 1 && p.v.dim == 1 &&
-         p.dim % kW == 0 && p.dim_v % kW == 0 && p.dim > 0 && p.dim_v > 0;
+  return p.dtype != DType::kFloat64 && rows <= kDecodeRows && p.dim % kW == 0 &&
+         p.dim_v % kW == 0 && p.dim > 0 && p.dim_v > 0;
 }
 
 // Rows that will be read next: asked for while the present ones are summed.
@@ -149,11 +149,20 @@ struct Ahead {
   int count = 0;
 };
 
+// The rows of one key tile: in place, or a copy as floats when the last stride is not 1.
+template <class T>
+struct KeyRows {
+  const T *k, *v;
+  std::int64_t k_step, v_step;
+
+  const T* k_row(int key) const { return k + key * k_step; }
+  const T* v_row(int key) const { return v + key * v_step; }
+};
+
 template <class T, int kRows>
 struct DecodeTile {
   const Problem& p;
-  const Sequence& seq;
-  HeadGroup heads;
+  const KeyRows<T>& rows;
   const float* q;  // [row][d], scaled
   float* out;      // [row][step], not yet divided
   std::int64_t step;
@@ -162,20 +171,13 @@ struct DecodeTile {
   // Keys scored at once: as many as fill the accumulators.
   static constexpr int kKeyBlock = kDecodeRegisters / kRows < 8 ? kDecodeRegisters / kRows : 8;
 
-  const T* k_row(std::int64_t j) const {
-    return reinterpret_cast<const T*>(p.k.at(heads.b, seq.k_begin + j, heads.kv_head));
-  }
-  const T* v_row(std::int64_t j) const {
-    return reinterpret_cast<const T*>(p.v.at(heads.b, seq.k_begin + j, heads.kv_head));
-  }
-
   template <int kKeys>
-  void score_keys(std::int64_t j, int key) {
+  void score_keys(int key) {
     const T* k[kKeys];
     Vf acc[kKeys * kRows] = {};
     for (int n = 0; n < kKeys; ++n) {
-      k[n] = k_row(j + n);
-      ask_for(v_row(j + n), p.dim_v * std::int64_t{sizeof(T)});
+      k[n] = rows.k_row(key + n);
+      ask_for(rows.v_row(key + n), p.dim_v * std::int64_t{sizeof(T)});
     }
     for (std::int64_t d = 0; d < p.dim; d += kW) {
       Vf x[kKeys];
@@ -201,19 +203,18 @@ struct DecodeTile {
     }
   }
 
-  void score(std::int64_t j, int num_keys) {
+  void score(int num_keys) {
     int key = 0;
-    for (; key + kKeyBlock <= num_keys; key += kKeyBlock) score_keys<kKeyBlock>(j + key, key);
-    for (; key < num_keys; ++key) score_keys<1>(j + key, key);
+    for (; key + kKeyBlock <= num_keys; key += kKeyBlock) score_keys<kKeyBlock>(key);
+    for (; key < num_keys; ++key) score_keys<1>(key);
   }
 
   // out[row] over vectors [d, d + kVectors) of V.
   template <int kVectors>
-  void sum_vectors(std::int64_t j, int num_keys, std::int64_t d, const float* keep,
-                   const Ahead& ahead, int next) {
+  void sum_vectors(int num_keys, std::int64_t d, const float* keep, const Ahead& ahead, int next) {
     Vf acc[kRows][kVectors] = {};
     for (int key = 0; key < num_keys; ++key) {
-      const T* v = v_row(j + key) + d;
+      const T* v = rows.v_row(key) + d;
       // Each pass over the tile asks for its share of the next keys.
       if (next + key < ahead.count) ask_for(ahead.first + (next + key) * ahead.step, ahead.bytes);
       Vf x[kVectors];
@@ -236,7 +237,7 @@ struct DecodeTile {
     }
   }
 
-  void sum_values(std::int64_t j, int num_keys, const float* keep, const Ahead& ahead) {
+  void sum_values(int num_keys, const float* keep, const Ahead& ahead) {
     constexpr int kVectors = kDecodeRegisters / kRows < 8 ? kDecodeRegisters / kRows : 8;
     const int passes = static_cast<int>(p.dim_v / (kVectors * kW));
     const int share = passes > 0 ? (ahead.count + passes - 1) / passes : 0;
@@ -245,20 +246,20 @@ struct DecodeTile {
     for (; d + kVectors * kW <= p.dim_v; d += kVectors * kW, next += share) {
       const Ahead mine{ahead.first, ahead.step, ahead.bytes,
                        next + share < ahead.count ? next + share : ahead.count};
-      sum_vectors<kVectors>(j, num_keys, d, keep, mine, next);
+      sum_vectors<kVectors>(num_keys, d, keep, mine, next);
     }
-    for (; d < p.dim_v; d += kW) sum_vectors<1>(j, num_keys, d, keep, {}, 0);
+    for (; d < p.dim_v; d += kW) sum_vectors<1>(num_keys, d, keep, {}, 0);
   }
 
   // For a tile with hidden keys and values that are not finite: only what a row sees, in the order
   // of sum_vectors, so that what a row does not see leaves its bits alone.
-  void sum_seen(std::int64_t j, int num_keys, int rows, const float* keep,
+  void sum_seen(int num_keys, int live, const float* keep,
                 const bool (&hidden)[kDecodeRows][kDecodeKeys]) {
     for (std::int64_t d = 0; d < p.dim_v; d += kW) {
-      for (int r = 0; r < rows; ++r) {
+      for (int r = 0; r < live; ++r) {
         Vf acc{};
         for (int key = 0; key < num_keys; ++key) {
-          if (!hidden[r][key]) acc = fma(splat(scores[r][key]), widen(v_row(j + key) + d), acc);
+          if (!hidden[r][key]) acc = fma(splat(scores[r][key]), widen(rows.v_row(key) + d), acc);
         }
         float* to = out + r * step + d;
         store(to, fma(load(to), splat(keep[r]), acc));
@@ -346,15 +347,16 @@ struct DecodeState {
   float *ref, *sum;  // [row]
 };
 
-// One key tile of `count` keys from j. `row` is room for one row of floats.
+// One key tile of `count` keys from j. `row` is room for a tile's biases of one row.
 template <class T, int kRows>
 void decode_tile(const Problem& p, const Sequence& seq, const QueryTile& tile,
                  const LaneFacts<float>& lanes, const DecodeState& state, std::int64_t step,
-                 std::int64_t j, int count, const Ahead& ahead, float* row) {
+                 const KeyRows<T>& keys, std::int64_t j, int count, const Ahead& ahead,
+                 float* row) {
   alignas(64) float scores[kDecodeRows][kDecodeKeys];
   bool hidden[kDecodeRows][kDecodeKeys];
-  DecodeTile<T, kRows> work{p, seq, tile.heads, state.q, state.out, step, scores};
-  work.score(j, count);
+  DecodeTile<T, kRows> work{p, keys, state.q, state.out, step, scores};
+  work.score(count);
   bool some_hidden = false;
   const TileClass band =
       tile_class(p.variant, seq.used, tile.query_begin(), tile.query_end(), j, j + count);
@@ -372,21 +374,21 @@ void decode_tile(const Problem& p, const Sequence& seq, const QueryTile& tile,
       }
     }
   }
-  bool finite = true;
+  Vf sums{};  // 0 as long as every value is finite
   for (int key = 0; some_hidden && key < count; ++key) {
-    load_row(row, work.v_row(j + key), p.v.dtype, 1, p.dim_v);
-    finite = finite && all_finite(row, p.dim_v);
+    for (std::int64_t d = 0; d < p.dim_v; d += kW) sums += widen(keys.v_row(key) + d) * Vf{};
   }
-  finite ? work.sum_values(j, count, keep, ahead)
-         : work.sum_seen(j, count, tile.rows, keep, hidden);
+  const bool finite = sum_lanes(sums) == 0;
+  finite ? work.sum_values(count, keep, ahead) : work.sum_seen(count, tile.rows, keep, hidden);
 }
 
 template <class T>
 void decode_tile_any(const Problem& p, const Sequence& seq, const QueryTile& tile,
                      const LaneFacts<float>& lanes, const DecodeState& state, std::int64_t step,
-                     std::int64_t j, int count, const Ahead& ahead, float* row) {
+                     const KeyRows<T>& keys, std::int64_t j, int count, const Ahead& ahead,
+                     float* row) {
   const auto run = [&]<int kRows>(std::integral_constant<int, kRows>) {
-    decode_tile<T, kRows>(p, seq, tile, lanes, state, step, j, count, ahead, row);
+    decode_tile<T, kRows>(p, seq, tile, lanes, state, step, keys, j, count, ahead, row);
   };
   if (tile.rows == 1) return run(std::integral_constant<int, 1>{});
   if (tile.rows == 2) return run(std::integral_constant<int, 2>{});

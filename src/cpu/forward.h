@@ -451,7 +451,24 @@ inline void decode_heads(const ForwardCall& call, const Item& item, bool with_si
       const Ahead ahead{p.k.at(item.b, seq.k_begin + next, item.kv_head + (last ? 0 : n + 1)),
                         p.k.row * std::int64_t{sizeof(T)}, p.dim * std::int64_t{sizeof(T)},
                         keys_from(next)};
-      decode_tile_any<T>(p, seq, tile, s.lanes, state(n), step, j, keys_from(j), ahead, s.row);
+      const std::int64_t row = seq.k_begin + j, head = item.kv_head + n;
+      if (p.k.dim == 1 && p.v.dim == 1) {
+        const KeyRows<T> in_place{reinterpret_cast<const T*>(p.k.at(item.b, row, head)),
+                                  reinterpret_cast<const T*>(p.v.at(item.b, row, head)), p.k.row,
+                                  p.v.row};
+        decode_tile_any<T>(p, seq, tile, s.lanes, state(n), step, in_place, j, keys_from(j), ahead,
+                           s.row);
+        continue;
+      }
+      const KeyRows<float> copied{s.k_panels, s.v_panels, q_step, step};
+      for (int key = 0; key < keys_from(j); ++key) {
+        load_row(s.k_panels + key * q_step, p.k.at(item.b, row + key, head), p.k.dtype, p.k.dim,
+                 p.dim);
+        load_row(s.v_panels + key * step, p.v.at(item.b, row + key, head), p.v.dtype, p.v.dim,
+                 p.dim_v);
+      }
+      decode_tile_any<float>(p, seq, tile, s.lanes, state(n), step, copied, j, keys_from(j), {},
+                             s.row);
     }
   }
 }
