@@ -39,35 +39,51 @@ _FORWARD_MODE = (
 
 
 def prepare(question: Arguments) -> Arguments:
-    """Checks types and devices, makes tensors of index lists, follows autocast, draws a seed."""
+    """Checks types and devices, brings indices and the seed to q, follows autocast, draws a seed."""
     ready = list(question)
-    for i in INDEX_ARRAYS:
+    device = ready[0].device
+    for i in (*INDEX_ARRAYS, SEED):
         if isinstance(ready[i], (list, tuple)):
+            _refuse_copy_in_capture(NAMES[i], "a list", device)
             indices = index_list(NAMES[i], ready[i])
-            ready[i] = torch.tensor(indices, dtype=torch.int64, device=ready[0].device)
+            ready[i] = torch.tensor(indices, dtype=torch.int64, device=device)
+        elif isinstance(ready[i], Tensor) and ready[i].device != device:
+            _refuse_copy_in_capture(NAMES[i], f"on {ready[i].device}", device)
+            ready[i] = ready[i].to(device)
     for i in range(NUM_ARRAYS):
         if ready[i] is not None or i < 3:
             _check_tensor(NAMES[i], ready[i])
-    if torch.is_autocast_enabled("cpu"):
-        _autocast(ready)
+    if torch.is_autocast_enabled(device.type):
+        _autocast(ready, device.type)
     if ready[SEED] is None and ready[DROPOUT_P] > 0:
-        ready[SEED] = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=ready[0].device)
+        ready[SEED] = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
     return tuple(ready)
+
+
+def _refuse_copy_in_capture(name: str, what: str, device: torch.device) -> None:
+    """A copy from the host would put this call's values into every replay."""
+    if torch.compiler.is_compiling() or device.type != "cuda":
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"{name} is {what} while a CUDA graph is captured: a tensor on {device}, made before "
+            "the capture, is needed"
+        )
 
 
 def _check_tensor(name: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
         raise type_error(name, tensor, "a torch.Tensor, as q is one,")
-    if not tensor.is_cpu:
+    if not (tensor.is_cpu or tensor.is_cuda):
         raise NotImplementedError(
-            f"{name} is on {tensor.device}: this version computes on the CPU only, so move it "
-            "there with .cpu()"
+            f"{name} is on {tensor.device}: this version computes on the CPU and on CUDA devices, "
+            "so move it there"
         )
 
 
-def _autocast(ready: list[Any]) -> None:
+def _autocast(ready: list[Any], device_type: str) -> None:
     """q, k and v in autocast's dtype, as torch's own attention casts them; float64 stays."""
-    dtype = torch.get_autocast_dtype("cpu")
+    dtype = torch.get_autocast_dtype(device_type)
     for i in range(3):
         if ready[i].is_floating_point() and ready[i].dtype != torch.float64:
             ready[i] = ready[i].to(dtype)

@@ -45,6 +45,19 @@ def _resolved(question: Sequence[Any]) -> list[Any]:
     return ready
 
 
+def _place(q: Tensor) -> tuple[Any, Any]:
+    """The last two arguments of a call in `_core`: torch's current stream there, and its pool."""
+    if q.is_cuda:
+        return torch._C._cuda_getCurrentRawStream(q.device.index), _workspace
+    return None, None
+
+
+def _workspace(q: Tensor, size_bytes: int) -> Tensor:
+    """Of the caching allocator, so that a captured graph owns it; free again, in the order of the
+    stream, when the call returns."""
+    return q.new_empty(size_bytes, dtype=torch.uint8)
+
+
 def _lse_like(q: Tensor) -> Tensor:
     """(B, Sq, H, D) -> (B, H, Sq); (T, H, D) -> (H, T)."""
     shape = (*q.shape[:-3], *q.shape[-3:-1][::-1])
@@ -56,14 +69,14 @@ def launch_forward(*question: Any, want_lse: bool = True) -> tuple[Tensor, Tenso
     q, v = question[0], question[2]
     out = q.new_empty((*q.shape[:-1], *v.shape[-1:]))
     lse = _lse_like(q) if want_lse else None
-    _core.forward(*_resolved(question), out, lse)
+    _core.forward(*_resolved(question), out, lse, *_place(q))
     return out, lse
 
 
 def launch_forward_into(*question_into: Any) -> Tensor:
     *question, into = question_into
     lse = _lse_like(question[0])
-    _core.forward(*_resolved(question), into, lse)
+    _core.forward(*_resolved(question), into, lse, *_place(question[0]))
     return lse
 
 
@@ -75,12 +88,15 @@ def launch_backward(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> lis
         for i, need in zip(DIFFERENTIABLE, needs, strict=True)
     ]
     cotangents = [None if t is None else t.resolve_neg() for t in (dout, dlse)]
-    _core.backward(*cotangents, *_resolved(question), out, lse, *gradients)
+    place = _place(question[0])
+    _core.backward(*cotangents, *_resolved(question), out, lse, *gradients, *place)
     return gradients
 
 
 def launch_merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """outs (N, ..., D), lses (N, ...)."""
+    if outs.is_cuda:
+        return _merged(outs, lses)
     out = outs.new_empty(outs.shape[1:])
     lse = lses.new_empty(lses.shape[1:])
     parts, rows, head_dim = outs.shape[0], lse.numel(), outs.shape[-1]
@@ -91,6 +107,19 @@ def launch_merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         lse.view(rows),
     )
     return out, lse
+
+
+def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as torch operations: parts are few, and a device moves them once either way."""
+    if outs.device != lses.device:
+        raise ValueError(f"lses is on {lses.device}: outs is on {outs.device}, so move it there")
+    if lses.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"lses is {lses.dtype}: float32 or float64 is needed")
+    lse = torch.logsumexp(lses, 0)
+    empty = lses == -torch.inf  # whatever such a part holds, it changes nothing
+    share = torch.exp(lses - lse).masked_fill(empty, 0.0).unsqueeze(-1)
+    parts = outs.to(lses.dtype).masked_fill(empty.unsqueeze(-1), 0.0)
+    return (share * parts).sum(0).to(outs.dtype), lse
 
 
 # ---- operators ----
@@ -110,12 +139,13 @@ _define(
 )
 _define("merge_states", "(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)")
 
-torch.library.impl("onefold::forward", "CPU")(launch_forward)
-torch.library.impl("onefold::forward_into", "CPU")(launch_forward_into)
-torch.library.impl("onefold::merge_states", "CPU")(launch_merge_states)
+_DEVICES = ("cpu", "cuda")
+torch.library.impl("onefold::forward", _DEVICES)(launch_forward)
+torch.library.impl("onefold::forward_into", _DEVICES)(launch_forward_into)
+torch.library.impl("onefold::merge_states", _DEVICES)(launch_merge_states)
 
 
-@torch.library.impl("onefold::backward", "CPU")
+@torch.library.impl("onefold::backward", _DEVICES)
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     empty = [g if g is not None else args[2].new_empty(0) for g in launch_backward(*args)]
     return tuple(empty)
