@@ -40,15 +40,22 @@ def _resolved(question: Sequence[Any]) -> list[Any]:
     """The arguments as memory describes them: a lazily negated view is negated."""
     ready = list(question)
     for i in range(NUM_ARRAYS):
-        if ready[i] is not None:
+        if ready[i] is not None and ready[i].is_neg():
             ready[i] = ready[i].resolve_neg()
     return ready
+
+
+def _out_like(q: Tensor, v: Tensor) -> Tensor:
+    """(..., Hq, Dv), contiguous."""
+    if q.shape[-1] == v.shape[-1]:
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
 def _place(q: Tensor) -> tuple[Any, Any]:
     """The last two arguments of a call in `_core`: torch's current stream there, and its pool."""
     if q.is_cuda:
-        return torch._C._cuda_getCurrentRawStream(q.device.index), _workspace
+        return torch._C._cuda_getCurrentRawStream(q.get_device()), _workspace
     return None, None
 
 
@@ -66,8 +73,8 @@ def _lse_like(q: Tensor) -> Tensor:
 
 
 def launch_forward(*question: Any, want_lse: bool = True) -> tuple[Tensor, Tensor | None]:
-    q, v = question[0], question[2]
-    out = q.new_empty((*q.shape[:-1], *v.shape[-1:]))
+    q = question[0]
+    out = _out_like(q, question[2])
     lse = _lse_like(q) if want_lse else None
     _core.forward(*_resolved(question), out, lse, *_place(q))
     return out, lse
@@ -153,8 +160,7 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 @torch.library.register_fake("onefold::forward")
 def _forward_fake(*question: Any) -> tuple[Tensor, Tensor]:
-    q, v = question[0], question[2]
-    return q.new_empty((*q.shape[:-1], *v.shape[-1:])), _lse_like(q)
+    return _out_like(question[0], question[2]), _lse_like(question[0])
 
 
 @torch.library.register_fake("onefold::forward_into")
@@ -179,17 +185,17 @@ def _merge_states_fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 # ---- which of the two ----
 
 
-def traced(*tensors: Tensor | None) -> bool:
+def traced(tensors: Sequence[Tensor | None]) -> bool:
     """Whether something other than eager execution looks at the call, so that it needs operators:
     a compiler, an exporter, a dispatch mode, or a tensor that is more than its memory."""
     if torch.compiler.is_compiling():
         return True
     if torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None:
         return True
-    return any(
-        t is not None and type(t) is not Tensor and type(t) is not torch.nn.Parameter
-        for t in tensors
-    )
+    for t in tensors:  # a generator in any() would cost a microsecond
+        if t is not None and type(t) is not Tensor and type(t) is not torch.nn.Parameter:
+            return True
+    return False
 
 
 def _seed_tensor(question: Sequence[Any]) -> list[Any]:
@@ -201,13 +207,13 @@ def _seed_tensor(question: Sequence[Any]) -> list[Any]:
 
 
 def forward(question: Sequence[Any], want_lse: bool = True) -> tuple[Tensor, Tensor | None]:
-    if traced(*question[:NUM_ARRAYS]):
+    if traced(question[:NUM_ARRAYS]):
         return torch.ops.onefold.forward(*_seed_tensor(question))
     return launch_forward(*question, want_lse=want_lse)
 
 
 def forward_into(question: Sequence[Any], out: Tensor) -> Tensor:
-    if traced(*question[:NUM_ARRAYS], out):
+    if traced((*question[:NUM_ARRAYS], out)):
         return torch.ops.onefold.forward_into(*_seed_tensor(question), out)
     lse = launch_forward_into(*question, out)
     torch.autograd.graph.increment_version(out)
@@ -223,7 +229,7 @@ def backward(
     deterministic: bool,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    if traced(dout, dlse, out, lse, *question[:NUM_ARRAYS]):
+    if traced((dout, dlse, out, lse, *question[:NUM_ARRAYS])):
         gradients = torch.ops.onefold.backward(
             dout, dlse, *_seed_tensor(question), out, lse, deterministic, list(needs)
         )
@@ -232,6 +238,6 @@ def backward(
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    if traced(outs, lses):
+    if traced((outs, lses)):
         return torch.ops.onefold.merge_states(outs, lses)
     return launch_merge_states(outs, lses)

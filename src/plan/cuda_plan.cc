@@ -188,6 +188,13 @@ std::string describe_reasons(const Problem& p, const ForwardPlan& plan, const Cu
        facts.arch / 10 % 10, ", ", facts.num_sms, " multiprocessors");
   line("tile ", spec.tile_q, " queries x ", spec.tile_k, " keys, ", spec.warps, " warps, ",
        spec.shared_bytes(), " bytes of shared memory");
+  line("portable kernel: the same text for every device with tensor cores; there is no other yet");
+  if (spec.element == Element::kFloat32) {
+    line("float32: every product is three of tf32 parts, to keep float32's accuracy; float16 and",
+         " bfloat16 take one");
+  } else if (spec.features != Features{}) {
+    line("softcap, slopes, bias, mask or dropout: smaller tiles, which leave registers for them");
+  }
   if (!spec.aligned) {
     line("rows of q, k, v or out are not whole multiples of 16 bytes, or their last stride is not",
          " 1: copied element by element, which is slower");
