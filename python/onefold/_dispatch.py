@@ -11,10 +11,6 @@ def front_end(array: Any, name: str = "q") -> ModuleType:
     """`_torch` or `_numpy`. Both offer the same functions."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        # An import statement costs a call half a microsecond, even when there is nothing to do.
-        loaded = sys.modules.get("onefold._torch")
-        if loaded is not None:
-            return loaded
         from . import _torch
 
         return _torch

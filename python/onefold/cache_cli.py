@@ -91,7 +91,9 @@ def prebuild(asked: list[_problems.Asked], archs: list[int]) -> set[str]:
         for backward in ((False, True) if problem.backward else (False,))
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return {kernel for found in pool.map(lambda c: _core.prebuild(*c), calls) for kernel in found}
+        return {
+            kernel for found in pool.map(lambda c: _core.prebuild(*c), calls) for kernel in found
+        }
 
 
 def run(args: argparse.Namespace) -> int:
