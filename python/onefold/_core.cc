@@ -256,8 +256,7 @@ NB_MODULE(_core, m) {
   m.def("num_threads", [] { return onefold::num_threads(); });
   m.def("info", [] { return nb::str(onefold::info().c_str()); });
   m.def(
-      "fma_probe", [](double seconds) { return fma_probe(seconds); },
-      nb::call_guard<WithoutGil>());
+      "fma_probe", [](double seconds) { return fma_probe(seconds); }, nb::call_guard<WithoutGil>());
   define_reference(m);
   define_jit(m);
 }
