@@ -8,10 +8,10 @@
 // Vectors run along d, so nothing is packed or transposed. What the next phase will read is asked
 // for while this one computes: V's rows during the scores, the next K rows during the sum. A row's
 // arithmetic does not depend on how many rows share the keys. Compiled once per instruction set;
-// includes forward.h's pieces through tile.h.
+// includes scores.h.
 #pragma once
 
-#include "cpu/tile.h"
+#include "cpu/scores.h"
 
 namespace onefold::cpu::ONEFOLD_ISA {
 

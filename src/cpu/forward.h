@@ -10,13 +10,14 @@
 //
 // Invariant: a row's arithmetic depends on its own scores and on absolute key tiles alone, never on
 // its lane, its neighbours, the split into items or the thread. References are integers, so
-// rescaling is exact. Compiled once per instruction set; includes tile.h.
+// rescaling is exact. Compiled once per instruction set; includes scores.h and
+// decode.h.
 #pragma once
 
 #include <cmath>
 
 #include "cpu/decode.h"
-#include "cpu/tile.h"
+#include "cpu/scores.h"
 
 namespace onefold::cpu::ONEFOLD_ISA {
 
@@ -96,12 +97,8 @@ struct ForwardItem {
       } else {
         for (std::int64_t d = 0; d < p.dim; ++d) row[d] = R(0);
       }
-      // An attention sink is one more key with value zero.
       Softmax<R> start;
-      if (p.sinks && with_sink) {
-        const R sink = static_cast<R>(p.sinks.load(heads.b, s.lanes.head[lane]) * kLog2E);
-        if (sink != kEmpty<R>) start = {std::ceil(sink), weight(sink, std::ceil(sink))};
-      }
+      if (with_sink) start = sink_state<R>(p, heads.b, s.lanes.head[lane]);
       ref[lane] = start.ref;
       sum[lane] = start.sum;
     }
@@ -137,69 +134,6 @@ struct ForwardItem {
     return s.k_panels + idx * round_up(call.tiles.keys, kPanel) * key_step();
   }
   R* v_tile(std::int64_t idx) const { return s.v_panels + idx * call.tiles.keys * value_step(); }
-
-  // Turns scale * q.k into base-2 scores of the variant and hides what is hidden.
-  template <int N>
-  void modify(int num_keys, bool border, bool staged, std::int64_t key_begin, Vec<R> (&top)[N]) {
-    constexpr int kRow = N * kWidth<R>;
-    const bool natural = !p.variant.scale_only();
-    for (int n = 0; n < N; ++n) {
-      const IntVec<R> first = load(s.lanes.first_key + n * kWidth<R>);
-      const IntVec<R> last = load(s.lanes.last_key + n * kWidth<R>);
-      At<Vec<R>> at{};
-      if (p.variant.has_slopes) at.slope = load(s.lanes.slope + n * kWidth<R>);
-      top[n] = splat<R>(kEmpty<R>);
-      for (int key = 0; key < num_keys; ++key) {
-        R* where = s.scores + key * kRow + n * kWidth<R>;
-        Vec<R> x = load(where);
-        if (staged) at.bias = load(s.addend + key * kRow + n * kWidth<R>);
-        if (natural) {
-          if (p.variant.has_slopes) {
-            at.distance = VectorArith<R>::abs(load(s.lanes.position + n * kWidth<R>) -
-                                              splat<R>(static_cast<R>(key_begin + key)));
-          }
-          x = to_base_2<R>(score(p.variant, x, at));
-        }
-        if (staged) x = at.bias == splat<R>(kEmpty<R>) ? splat<R>(kEmpty<R>) : x;
-        if (border) {
-          const IntVec<R> j = splat<Int<R>>(key);
-          x = ((j >= first) & (j < last)) ? x : splat<R>(kEmpty<R>);
-        }
-        store(where, x);
-        top[n] = max(top[n], x);
-      }
-    }
-  }
-
-  // Scores become weights against the raised reference; returns what the old sum was scaled by.
-  template <int N>
-  void absorb_tile(int num_keys, const Vec<R> (&top)[N], R* ref, R* sum, Vec<R> (&keep)[N]) {
-    constexpr int kRow = N * kWidth<R>;
-    for (int n = 0; n < N; ++n) {
-      R* column = s.scores + n * kWidth<R>;
-      Softmax<Vec<R>> state{load(ref + n * kWidth<R>), load(sum + n * kWidth<R>)};
-      keep[n] = raise<IntegerGauge>(state, top[n]);
-      const Vec<R> against = anchor(state.ref);
-      Vec<R> total{}, other{};
-      int key = 0;
-      for (; key + 2 <= num_keys; key += 2) {
-        R* at = column + key * kRow;
-        const Vec<R> x = weight_from(load(at), against);
-        const Vec<R> y = weight_from(load(at + kRow), against);
-        store(at, x);
-        store(at + kRow, y);
-        total += x;
-        other += y;
-      }
-      if (key < num_keys) {
-        const Vec<R> x = weight_from(load(column + key * kRow), against);
-        store(column + key * kRow, x);
-        total += x;
-      }
-      store(ref + n * kWidth<R>, state.ref);
-      store(sum + n * kWidth<R>, state.sum + (total + other));
-    }
-  }
 
   // Values that are not finite reach the rows that see their key, and no other.
   void add_poisoned(const QueryTile& tile, std::int64_t tile_begin, KeyCut cut,
@@ -245,9 +179,10 @@ struct ForwardItem {
                                  num_keys, s.scores, top);
     const bool add = p.variant.has_bias || options == TileClass::kPartial;
     if (border || add || !p.variant.scale_only()) {
-      modify<N>(num_keys, border, add, key_begin, top);
+      modify_scores<R, N>(p, s.lanes, s.scores, add ? s.addend : nullptr, num_keys, border,
+                          key_begin, top);
     }
-    absorb_tile<N>(num_keys, top, ref, sum, keep);
+    absorb_scores<R, N>(s.scores, num_keys, top, ref, sum, keep);
     if (p.variant.dropout()) {
       draw_dropout(p, tile, key_begin, num_keys, s.lanes, s.dropout);
       for (int x = 0; x < num_keys * N * kWidth<R>; ++x) s.scores[x] *= s.dropout[x];

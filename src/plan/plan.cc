@@ -81,9 +81,11 @@ CpuWork plan_forward(const Problem& p, const CpuFacts& facts) {
   w.tiles_per_item =
       std::clamp<std::int64_t>(tiles / (facts.threads * kItemsPerThread), 1, kMostTilesPerItem);
   const std::int64_t step = w.tiles_per_item * w.tiles.rows;
-  for (std::int64_t b = 0; b < p.batch; ++b) {
+  const auto num_sequences = static_cast<std::int64_t>(p.sequences.size());
+  for (std::int64_t b = 0; b < num_sequences; ++b) {
     const std::int64_t rows = p.sequences[static_cast<std::size_t>(b)].used.q * p.group;
-    if (rows > 0) ++(facts.decodes && facts.decodes(p, rows) ? w.decoding : w.tiled);
+    if (rows == 0) continue;
+    ++(facts.decodes && facts.decodes(p, rows) ? w.decoding : w.tiled);
     if (split_keys(p, b, facts, w)) continue;
     for (std::int64_t h = 0; h < p.heads_k; ++h) {
       for (std::int64_t r = 0; r < rows; r += step) {
@@ -101,6 +103,7 @@ CpuWork plan_forward(const Problem& p, const CpuFacts& facts) {
                      [&p](const Item& x, const Item& y) { return cost(p, x) > cost(p, y); });
   }
   w.workers = w.items.size() > 1 ? facts.threads : 1;
+  if (w.items.empty()) return w;
   w.scratch_bytes = facts.forward_scratch(p, w.tiles, w.tiles_per_item);
   w.workspace_bytes = w.scratch_bytes * static_cast<std::size_t>(w.workers) + w.partials_bytes;
   return w;
@@ -112,10 +115,11 @@ CpuWork plan_backward(const Problem& p, const BackwardWants& wants, const CpuFac
   w.tiles = choose_tiles(p, facts);
   w.chunk = chunk_rows(p.longest_q);
   w.num_chunks = std::max<std::int64_t>(1, ceil_div(p.longest_q, w.chunk));
-  const std::int64_t heads = p.batch * p.heads_k;
+  const auto num_sequences = static_cast<std::int64_t>(p.sequences.size());
+  const std::int64_t heads = num_sequences * p.heads_k;
   w.by_chunk = facts.threads > 1 && w.num_chunks > 1 && heads < 2 * facts.threads;
   if (wants.main_pass()) {
-    for (std::int64_t b = 0; b < p.batch; ++b) {
+    for (std::int64_t b = 0; b < num_sequences; ++b) {
       const std::int64_t rows = p.sequences[static_cast<std::size_t>(b)].used.q;
       if (rows == 0) continue;
       for (std::int64_t h = 0; h < p.heads_k; ++h) {
@@ -128,7 +132,9 @@ CpuWork plan_backward(const Problem& p, const BackwardWants& wants, const CpuFac
   }
   const std::size_t units = static_cast<std::size_t>(heads * w.num_chunks);
   if (w.by_chunk && wants.dkv) w.chunk_sums_bytes = units * facts.chunk_bytes(p);
-  w.number_sums_bytes = 2 * units * static_cast<std::size_t>(p.group) * sizeof(double);
+  if (wants.dslopes || wants.dsinks) {
+    w.number_sums_bytes = 2 * units * static_cast<std::size_t>(p.group) * sizeof(double);
+  }
   w.workers = facts.threads;
   w.scratch_bytes = facts.backward_scratch(p, w.tiles, wants, w.by_chunk, w.num_chunks);
   w.workspace_bytes = w.scratch_bytes * static_cast<std::size_t>(w.workers) + w.chunk_sums_bytes +

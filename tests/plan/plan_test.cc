@@ -248,7 +248,7 @@ void expect_covered(const Problem& p, const CpuWork& w) {
     EXPECT_LE(s.rows, kSplitRows);
     EXPECT_GE(s.count, 2);
   }
-  for (std::int64_t b = 0; b < p.batch; ++b) {
+  for (std::int64_t b = 0; b < static_cast<std::int64_t>(p.sequences.size()); ++b) {
     const Lengths used = p.sequences[static_cast<std::size_t>(b)].used;
     for (std::int64_t h = 0; h < p.heads_k; ++h) {
       SCOPED_TRACE("sequence " + std::to_string(b) + " head " + std::to_string(h));
