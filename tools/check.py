@@ -162,7 +162,7 @@ def check_said_once(path: str, text: str):
         if "kEmpty" not in code[code.rfind("\n", 0, match.start()) : match.start()]:
             yield line(match.start()), "minus infinity is written kEmpty"
     for match in re.finditer(r"^\s*#\s*define\s+(\w+)", code, re.M):
-        home = path in (SCALAR, "include/onefold/error.h") or path.startswith("src/cpu/isa_")
+        home = path in (SCALAR, "include/onefold/error.h") or path.startswith("src/cpu/isa/")
         if not home:
             yield line(match.start(1)), f"macro {match.group(1)}: see the few homes of macros"
     if path != SCALAR:
