@@ -12,6 +12,7 @@
 
 #include "onefold/attention.h"
 #include "py_arguments.h"
+#include "py_gil.h"
 #include "py_probe.h"
 #include "py_tensor.h"
 
@@ -143,7 +144,7 @@ void call_forward(const nb::args& args) {
   const Attention attention = read_attention(args, 0);
   const Tensor out = tensor_from_python(args[kNumArguments], output("out"));
   const std::optional<Tensor> lse = optional_tensor(args[kNumArguments + 1], output("lse"));
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   forward({}, attention, out, lse);
 }
 
@@ -163,7 +164,7 @@ void call_backward(const nb::args& args) {
   gradients.dbias = optional_tensor(args[next++], output("dbias"));
   gradients.dslopes = optional_tensor(args[next++], output("dslopes"));
   gradients.dsinks = optional_tensor(args[next++], output("dsinks"));
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   backward({}, attention, out, lse, dout, dlse, gradients);
 }
 
@@ -181,7 +182,7 @@ void call_merge_states(nb::handle outs, nb::handle lses, nb::handle out, nb::han
   const Tensor part_lses = tensor_from_python(lses, {"lses"});
   const Tensor merged = tensor_from_python(out, output("out"));
   const Tensor merged_lse = tensor_from_python(lse, output("lse"));
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   merge_states({}, parts, part_lses, merged, merged_lse);
 }
 
@@ -255,8 +256,7 @@ NB_MODULE(_core, m) {
   m.def("num_threads", [] { return onefold::num_threads(); });
   m.def("info", [] { return nb::str(onefold::info().c_str()); });
   m.def(
-      "fma_probe", [](double seconds) { return fma_probe(seconds); },
-      nb::call_guard<nb::gil_scoped_release>());
+      "fma_probe", [](double seconds) { return fma_probe(seconds); }, nb::call_guard<WithoutGil>());
   define_reference(m);
   define_jit(m);
 }
