@@ -212,7 +212,10 @@ void merge_states(const Context& context, const Tensor& outs, const Tensor& lses
 }
 
 void set_num_threads(int count) {
-  if (count < 0) invalid("num_threads is ", count, ": 0 (all there are) or more is needed");
+  constexpr int kMostThreads = 4096;
+  if (count < 0 || count > kMostThreads) {
+    invalid("num_threads is ", count, ": from 0 (all there are) to ", kMostThreads, " is needed");
+  }
   cpu::set_pool_threads(count);
 }
 

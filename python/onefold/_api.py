@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._dispatch import front_end
-from ._options import Causal, Options, Window, arguments, from_options, integer, refuse_mods
+from ._options import (
+    Causal,
+    Options,
+    Window,
+    arguments,
+    check_flags,
+    from_options,
+    integer,
+    refuse_mods,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -99,6 +108,7 @@ def attention(
     """
     if score_mod is not None or mask_mod is not None or aux is not None:
         refuse_mods(score_mod=score_mod, mask_mod=mask_mod, aux=aux)
+    check_flags(deterministic, return_lse)
     question = arguments(
         q,
         k,
@@ -233,8 +243,8 @@ def info() -> str:
 def set_num_threads(count: int) -> None:
     """Threads for every later call; 0 = as many as the process may use. Results do not change."""
     threads = integer("count", count)
-    if not 0 <= threads < 2**31:
-        raise ValueError(f"count is {threads}: from 0 (all there are) to 2**31 - 1 is needed")
+    if not 0 <= threads <= 4096:
+        raise ValueError(f"count is {threads}: from 0 (all there are) to 4096 is needed")
     _core.set_num_threads(threads)
 
 

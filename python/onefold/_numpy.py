@@ -14,6 +14,7 @@ from ._options import (
     NUM_ARRAYS,
     SEED,
     Arguments,
+    check_alike,
     index_list,
     type_error,
 )
@@ -65,6 +66,9 @@ def lse_dtype(dtype: Any) -> Any:
 
 def merge_states(outs: Any, lses: Any) -> tuple[Any, Any]:
     """See `onefold.merge_states`."""
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if isinstance(parts, (list, tuple)):
+            check_alike(name, [np.asarray(part) for part in parts])
     outs, lses = np.asarray(outs), np.asarray(lses)
     rows = np.swapaxes(lses, -1, -2) if outs.ndim > 3 else lses
     if rows.shape != outs.shape[:-1]:

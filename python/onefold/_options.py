@@ -156,11 +156,39 @@ def _is_symbolic(value: Any) -> bool:
 
 
 def _number(name: str, value: Any) -> float:
-    if type(value) is float or type(value) is int or _is_symbolic(value):
+    if type(value) is float or _is_symbolic(value):
         return value
-    if isinstance(value, Real):  # NumPy's scalars
-        return float(value)
+    if isinstance(value, Real):  # NumPy's scalars too
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{name} is beyond float64: a finite number is needed") from None
     raise type_error(name, value, "a Python number")
+
+
+def is_bool(value: Any) -> bool:
+    """Python's or NumPy's."""
+    return type(value).__name__ in ("bool", "bool_")
+
+
+def check_flags(deterministic: Any, return_lse: Any) -> None:
+    """Raises unless both are what their names say."""
+    if not (deterministic is None or is_bool(deterministic)):
+        raise type_error("deterministic", deterministic, "True, False or None")
+    if not is_bool(return_lse):
+        raise type_error("return_lse", return_lse, "True or False")
+
+
+def check_alike(name: str, parts: Sequence[Any]) -> None:
+    """Raises unless all parts of a list have one shape and one dtype."""
+    for idx, part in enumerate(parts):
+        for attribute in ("shape", "dtype"):
+            got, first = getattr(part, attribute), getattr(parts[0], attribute)
+            if got != first:
+                got, first = (tuple(x) if attribute == "shape" else x for x in (got, first))
+                raise ValueError(
+                    f"{name}[{idx}] has {attribute} {got}: {first} is needed, as {name}[0]"
+                )
 
 
 def integer(name: str, value: Any) -> int:
@@ -188,7 +216,7 @@ def _window(window: Any) -> tuple[int | None, int | None]:
 
 
 def _causal(causal: Any) -> str:
-    if type(causal).__name__ in ("bool", "bool_"):  # the latter is NumPy's
+    if is_bool(causal):
         return "bottom_right" if causal else "none"
     if isinstance(causal, str) and causal in ("bottom_right", "top_left"):
         return causal

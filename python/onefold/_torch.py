@@ -17,6 +17,7 @@ from ._options import (
     NUM_ARRAYS,
     SEED,
     Arguments,
+    check_alike,
     index_list,
     type_error,
 )
@@ -273,6 +274,7 @@ def _stacked(name: str, parts: Any) -> Tensor:
     if isinstance(parts, (list, tuple)):
         for part in parts:
             _check_tensor(name, part)
+        check_alike(name, parts)
         return torch.stack(list(parts))
     _check_tensor(name, parts)
     return parts

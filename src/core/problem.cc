@@ -10,6 +10,7 @@ namespace onefold {
 namespace {
 
 constexpr std::int64_t kMaxHeadDim = 1 << 20;
+constexpr std::int64_t kMaxBatch = std::numeric_limits<std::int32_t>::max();
 
 std::string device_text(Device device) {
   return device.type == DeviceType::kCpu ? "the CPU" : concat("CUDA device ", device.index);
@@ -180,6 +181,10 @@ void read_sequences(Problem& p, const Attention& a) {
     check_offsets("cu_seqlens_q", *a.cu_seqlens_q, p.rows_q, "q");
     check_offsets("cu_seqlens_k", *a.cu_seqlens_k, p.rows_k, "k");
   }
+  const bool no_queries = p.rows_q == 0 || p.heads_q == 0;
+  const bool no_keys = p.rows_k == 0 || p.heads_k == 0;
+  if (!p.packed && no_queries && no_keys) return;  // such a batch may be huge: it costs no memory
+  if (p.batch > kMaxBatch) unsupported("batch is ", p.batch, ": at most ", kMaxBatch, " works");
   p.sequences.resize(static_cast<std::size_t>(p.batch));
   for (std::int64_t b = 0; b < p.batch; ++b) {
     Sequence& s = p.sequences[static_cast<std::size_t>(b)];
@@ -211,6 +216,10 @@ void read_shapes(Problem& p, const Attention& a) {
   if (!p.packed && (a.max_seqlen_q || a.max_seqlen_k)) {
     invalid("max_seqlen_", a.max_seqlen_q ? "q" : "k",
             " was given without cu_seqlens_q and cu_seqlens_k: it belongs to packed sequences");
+  }
+  for (const auto& [name, hint] : {std::pair{"max_seqlen_q", a.max_seqlen_q},
+                                   {"max_seqlen_k", a.max_seqlen_k}}) {
+    if (hint && *hint < 0) invalid(name, " is ", *hint, ": a length >= 0 is needed");
   }
   const int rank = p.packed ? 3 : 4;
   check_tensor(a.q, "q", rank, p.device);
@@ -315,13 +324,19 @@ void read_variant(Problem& p, const Attention& a) {
   Variant& v = p.variant;
   v.scale = a.scale ? *a.scale : p.dim > 0 ? 1.0 / std::sqrt(static_cast<double>(p.dim)) : 1.0;
   if (!std::isfinite(v.scale)) invalid("scale is ", v.scale, ": a finite number is needed");
+  // In units of log2 it has to be a float too.
+  constexpr double kMost = std::numeric_limits<float>::max(), kMostScale = kMost / kLog2E;
+  const bool wide = a.q.dtype == DType::kFloat64;
+  if (std::fabs(v.scale) > kMostScale && !wide) {
+    invalid("scale is ", v.scale, ": scores are float32 inside, so a number between -", kMostScale,
+            " and ", kMostScale, " is needed");
+  }
   v.softcap = a.softcap;
   if (!(std::isfinite(v.softcap) && v.softcap >= 0)) {
     invalid("softcap is ", v.softcap, ": a finite number >= 0 is needed, 0 for none");
   }
-  constexpr double kMost = std::numeric_limits<float>::max();
-  if (v.softcap > kMost && a.q.dtype != DType::kFloat64) {
-    invalid("softcap is ", v.softcap, ": scores of ", name(a.q.dtype), " are float32, so at most ",
+  if (v.softcap > kMost && !wide) {
+    invalid("softcap is ", v.softcap, ": scores are float32 inside, so at most ",
             kMost, " is needed, 0 for none");
   }
   v.dropout_p = a.dropout_p;

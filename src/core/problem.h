@@ -88,7 +88,8 @@ struct Problem {
   std::int64_t rows_q = 0, rows_k = 0;  // extent of the row axis of q and k
   bool packed = false;
   bool padded = false;  // some rows of q or k belong to no sequence or lie beyond a used length
-  // On the CPU. Elsewhere lengths are read on the device, and the host knows bounds of them only.
+  // On the CPU: one for each of the batch, none when neither a query nor a key exists. Elsewhere
+  // lengths are read on the device, and the host knows bounds of them only.
   std::vector<Sequence> sequences;
   std::int64_t longest_q = 0, longest_k = 0;  // used lengths, or bounds of them
   Indices cu_q, cu_k, used_q, used_k;

@@ -10,16 +10,18 @@
 //
 // delta = dO . O - dLSE. P is final (the forward pass left lse), so everything is a plain sum, in
 // float (or double) and in an order that depends on the lengths alone. Compiled once per
-// instruction set; includes tile.h.
+// instruction set; includes backward_scratch.h.
 #pragma once
 
 #include <cmath>
 
-#include "cpu/tile.h"
+#include "cpu/backward_scratch.h"
 
 namespace onefold::cpu::ONEFOLD_ISA {
 
-inline constexpr int kPassTiles = 16;
+// Rows with a larger |lse| (base 2) are weighed again: rounding lse would cost their weights more
+// than 2^-14.
+inline constexpr double kFarLog2 = 1024;
 
 // In double, over four partial sums.
 template <class R>
@@ -28,78 +30,6 @@ inline double dot(const R* a, const R* b, std::int64_t count) {
   for (std::int64_t d = 0; d < count; ++d) sum[d % 4] += double{a[d]} * double{b[d]};
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
-
-// The query side of one tile, prepared once per pass.
-template <class R>
-struct QueryData {
-  R *qt, *dot;                   // [d][lane]: q times the score factor; dout
-  R *q, *dout;                   // [lane][d]: as they are, for the sums over queries
-  R* dqt;                        // [d][lane]
-  R *lse, *delta;                // base 2; dO . O - dLSE
-  R *slope_sum, *dz_sum;         // sum of dZ * distance; of dZ
-  bool *q_poison, *dout_poison;  // rows left out of q and dout because they are not finite
-
-  QueryData(Arena& arena, const Problem& p) {
-    constexpr int kL = kLanes<R>;
-    qt = arena.take<R>(p.dim * kL);
-    dot = arena.take<R>(p.dim_v * kL);
-    q = arena.take<R>(padded_dim<R>(p.dim) * kL);
-    dout = arena.take<R>(padded_dim<R>(p.dim_v) * kL);
-    dqt = arena.take<R>(round_up(p.dim, kPanel) * kL);
-    lse = arena.take<R>(kL);
-    delta = arena.take<R>(kL);
-    slope_sum = arena.take<R>(kL);
-    dz_sum = arena.take<R>(kL);
-    q_poison = arena.take<bool>(kL);
-    dout_poison = arena.take<bool>(kL);
-  }
-};
-
-template <class R>
-struct BackwardScratch {
-  R *k_panels, *v_panels, *kt_panels, *row, *rows;
-  int *poison_counts, *poison_keys;
-  R *weights, *dscores, *dz, *addend, *dropout;
-  R *chunk_dk, *chunk_dv, *total_dk, *total_dv;  // [key][d], private
-  LaneFacts<R> lanes;
-  std::byte* query_block;
-  std::size_t query_bytes;
-
-  // chunk_*: when items are heads. total_*: when a head has several chunks.
-  BackwardScratch(Arena& arena, const Problem& p, const Tiles& t, bool chunks, bool totals,
-                  bool with_dz)
-      : lanes(arena, kLanes<R>) {
-    constexpr int kL = kLanes<R>;
-    const std::int64_t key_tiles = t.super_keys / t.keys;
-    const std::int64_t panel_keys = round_up(t.keys, kPanel);
-    const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
-    k_panels = arena.take<R>(key_tiles * panel_keys * p.dim + kPanelSlack);
-    v_panels = arena.take<R>(key_tiles * panel_keys * p.dim_v + kPanelSlack);
-    kt_panels = arena.take<R>(key_tiles * t.keys * round_up(p.dim, kPanel));
-    poison_counts = arena.take<int>(key_tiles);
-    poison_keys = arena.take<int>(t.super_keys);
-    row = arena.take<R>((dim > dim_v ? dim : dim_v) + t.keys + kPanel);
-    rows = arena.take<R>((dim > dim_v ? dim : dim_v) * (kL > kPanelRows ? kL : kPanelRows));
-    weights = arena.take<R>(panel_keys * kL);
-    dscores = arena.take<R>(panel_keys * kL);
-    dz = arena.take<R>(with_dz ? t.keys * kL : 0);
-    addend = arena.take<R>(p.bias || p.mask ? t.keys * kL : 0);
-    dropout = arena.take<R>(p.variant.dropout() ? t.keys * kL : 0);
-    const std::int64_t keys = round_up(p.longest_k, t.keys);
-    chunk_dk = arena.take<R>(chunks ? keys * dim : 0);
-    chunk_dv = arena.take<R>(chunks ? keys * dim_v : 0);
-    total_dk = arena.take<R>(totals ? keys * dim : 0);
-    total_dv = arena.take<R>(totals ? keys * dim_v : 0);
-    Arena one(nullptr);
-    QueryData<R>(one, p);
-    query_bytes = one.used();
-    query_block = arena.take<std::byte>(static_cast<std::int64_t>(query_bytes) * kPassTiles);
-  }
-  QueryData<R> query_data(const Problem& p, std::int64_t idx) const {
-    Arena arena(query_block + static_cast<std::size_t>(idx) * query_bytes);
-    return QueryData<R>(arena, p);
-  }
-};
 
 template <class R>
 struct BackwardItem {
@@ -125,8 +55,9 @@ struct BackwardItem {
     for (std::int64_t d = 0; d < dim_v * width; ++d) x.dout[d] = R(0);
     for (std::int64_t d = 0; d < round_up(p.dim, kPanel) * width; ++d) x.dqt[d] = R(0);
     bool only_key[kLanes<R>] = {};
+    *x.shifted = false;
     for (int lane = 0; lane < width; ++lane) {
-      x.lse[lane] = x.delta[lane] = x.slope_sum[lane] = x.dz_sum[lane] = R(0);
+      x.lse[lane] = x.delta[lane] = x.shift[lane] = x.slope_sum[lane] = x.dz_sum[lane] = R(0);
       x.q_poison[lane] = x.dout_poison[lane] = false;
       if (lane >= tile.rows) continue;
       const std::int64_t h = s.lanes.head[lane], r = seq.q_begin + s.lanes.query[lane];
@@ -142,7 +73,7 @@ struct BackwardItem {
       if (only_key[lane]) delta = 0;
       if (call.t.dlse) delta -= call.t.dlse.load(heads.b, h, r);
       x.delta[lane] = static_cast<R>(delta);
-      x.lse[lane] = static_cast<R>(call.t.lse.load(heads.b, h, r) * kLog2E);
+      x.lse[lane] = static_cast<R>(to_base_2<R>(call.t.lse.load(heads.b, h, r)));
     }
     transpose(x.q, dim, width, p.dim, x.qt, width);
     transpose(x.dout, dim_v, width, p.dim_v, x.dot, width);
@@ -166,10 +97,14 @@ struct BackwardItem {
   // done. A delta from a stored out is off by its rounding; the row says by how much, since its dZ,
   // the sink's included, add up to dLSE.
   void add_sinks(const QueryTile& tile, const QueryData<R>& x, double* sums) {
+    const double units = shift_units();
     for (int lane = 0; lane < tile.rows; ++lane) {
       const std::int64_t h = s.lanes.head[lane], r = seq.q_begin + s.lanes.query[lane];
-      const double lse = call.t.lse.load(heads.b, h, r) * kLog2E, delta = double{x.delta[lane]};
-      const double share = weight(p.sinks.load(heads.b, h) * kLog2E, lse);
+      const double delta = double{x.delta[lane]}, sink = p.sinks.load(heads.b, h);
+      const double share =
+          x.shift[lane] != R(0)
+              ? weight((sink * kLog2E / units - double{x.shift[lane]}) * units, double{x.lse[lane]})
+              : weight(sink * kLog2E, call.t.lse.load(heads.b, h, r) * kLog2E);
       const double dlse = call.t.dlse ? call.t.dlse.load(heads.b, h, r) : 0.0;
       const double excess = double{x.dz_sum[lane]} - share * delta - dlse;
       sums[h - heads.first_head] -= share * (delta + excess);
@@ -203,11 +138,12 @@ struct BackwardItem {
     // Read once: what is stored below could be anything for all the compiler knows.
     const bool natural = !variant.scale_only(), dropout = variant.dropout();
     const bool has_slopes = variant.has_slopes, with_sinks = call.sink_sums != nullptr;
-    const bool store_dz = want_dz;
+    const bool store_dz = want_dz, shifted = *x.shifted;
     const V one = splat<R>(R(1)), kept = splat<R>(static_cast<R>(keep_scale(variant)));
     for (int n = 0; n < N; ++n) {
       const int column = n * kWidth<R>;
       const V against = anchor(load(x.lse + column)), delta = load(x.delta + column);
+      const V shift = load(x.shift + column);
       IntVec<R> first{}, last{};
       if (border) {
         first = load(s.lanes.first_key + column);
@@ -228,9 +164,10 @@ struct BackwardItem {
             at.distance = VectorArith<R>::abs(position - splat<R>(static_cast<R>(key_begin + key)));
           }
           const Dual<V> z = score(variant, Dual<V>{score_2, one}, at);
-          score_2 = to_base_2<R>(z.value);
+          score_2 = shifted ? (z.value - shift) * splat<R>(R(kLog2E)) : to_base_2<R>(z.value);
           slope = z.slope;
         }
+        if (shifted && !natural) score_2 -= shift;
         V weight = weight_from(score_2, against);
         // At most 1: what exceeds it is the rounding of a large lse.
         weight = weight > one ? one : weight;
@@ -303,33 +240,107 @@ struct BackwardItem {
     }
   }
 
+  // The keys of a key tile that a query tile may see, and what hides some of them.
+  struct Stage {
+    KeyCut cut;
+    bool border, add;
+  };
+  // Leaves their products in s.weights.
+  template <int N>
+  Stage stage(const QueryTile& tile, std::int64_t tile_begin, int tile_keys, std::int64_t panel,
+              const QueryData<R>& x) {
+    constexpr int kRow = N * kWidth<R>;
+    constexpr Stage kNothing{{0, 0}, false, false};
+    const KeyCut cut = cut_keys(p, tile, tile_begin, tile_keys);
+    if (cut.count == 0) return kNothing;
+    const std::int64_t key_begin = tile_begin + cut.first;
+    const TileClass band = tile_class(p.variant, seq.used, tile.query_begin(), tile.query_end(),
+                                      key_begin, key_begin + cut.count);
+    if (band == TileClass::kEmpty) return kNothing;
+    TileClass options = TileClass::kFull;
+    if (p.bias || p.mask) {
+      options = stage_addend(p, tile, key_begin, cut.count, s.lanes, s.row, s.addend);
+      if (options == TileClass::kEmpty) return kNothing;
+    }
+    set_intervals(p, tile, key_begin, cut.count, s.lanes);
+    const std::int64_t panel_keys = round_up(call.tiles.keys, kPanel);
+    Vec<R> unused[N] = {};
+    score_product<R, N, Layout::kPanels>(s.k_panels + (panel * panel_keys + cut.first) * p.dim, 0,
+                                         x.qt, p.dim, cut.count, s.weights, unused);
+    // A tile with lanes to spare hides them like a border does.
+    return {cut, band == TileClass::kPartial || tile.rows < kRow,
+            p.variant.has_bias || options == TileClass::kPartial};
+  }
+
+  // Adds a key tile to x.shift and x.sum, the state of every row.
+  template <int N>
+  void weigh(const QueryTile& tile, std::int64_t tile_begin, int tile_keys, std::int64_t panel,
+             const QueryData<R>& x) {
+    const Stage seen = stage<N>(tile, tile_begin, tile_keys, panel, x);
+    if (seen.cut.count == 0) return;
+    Vec<R> top[N];
+    modify_scores<R, N, Units::kNatural>(p, s.lanes, s.weights, seen.add ? s.addend : nullptr,
+                                         seen.cut.count, seen.border, tile_begin + seen.cut.first,
+                                         top);
+    const Vec<R> units = splat(static_cast<R>(shift_units()));
+    for (int n = 0; n < N; ++n) {
+      const int column = n * kWidth<R>;
+      Softmax<Vec<R>> state{load(x.shift + column), load(x.sum + column)};
+      raise(state, top[n], units, MaximumGauge{});
+      const Vec<R> against = anchor(state.ref);
+      for (int key = 0; key < seen.cut.count; ++key) {
+        state.sum += weight_from(load(s.weights + key * N * kWidth<R> + column), against, units);
+      }
+      store(x.shift + column, state.ref);
+      store(x.sum + column, state.sum);
+    }
+  }
+  // What a shift times this is in base 2: shifts are in natural units unless scores only are
+  // scaled.
+  double shift_units() const { return p.variant.scale_only() ? 1.0 : kLog2E; }
+
+  // Weighs rows with a far lse again, as forward did. Returns whether there were any: then the
+  // packed keys are gone.
+  bool weigh_far_rows(const QueryTile& tile, const QueryData<R>& x) {
+    const auto far = [&](int lane) {
+      return std::fabs(x.lse[lane]) > R(kFarLog2) && std::isfinite(x.lse[lane]);
+    };
+    for (int lane = 0; lane < tile.rows; ++lane) *x.shifted |= far(lane);
+    if (!*x.shifted) return false;
+    for (int lane = 0; lane < tile.vectors * kWidth<R>; ++lane) {
+      const double sink = p.sinks ? p.sinks.load(heads.b, s.lanes.head[lane]) : kEmpty<double>;
+      x.shift[lane] = static_cast<R>(sink * (kLog2E / shift_units()));
+      x.sum[lane] = sink == kEmpty<double> ? R(0) : R(1);
+    }
+    const Tiles& t = call.tiles;
+    const TileRange all = kv_range(p.variant, seq.used, tile.query_begin(), tile.query_end());
+    for (std::int64_t j = all.begin / t.keys * t.keys; j < all.end; j += t.keys) {
+      const int count = static_cast<int>(clamp(seq.used.k - j, 0, t.keys));
+      pack(j, j + count);
+      if (kTileVectors == 3 && tile.vectors == 3) weigh<kTileVectors>(tile, j, count, 0, x);
+      if (tile.vectors == 2) weigh<2>(tile, j, count, 0, x);
+      if (tile.vectors == 1) weigh<1>(tile, j, count, 0, x);
+    }
+    for (int lane = 0; lane < tile.vectors * kWidth<R>; ++lane) {
+      const bool again = lane < tile.rows && far(lane) && x.sum[lane] > R(0);
+      if (again) x.lse[lane] = static_cast<R>(std::log2(double{x.sum[lane]}));
+      if (!again) x.shift[lane] = R(0);
+    }
+    return true;
+  }
+
   // One (query tile, key tile). Returns the keys that were attended to; s.dz holds their dZ.
   template <int N>
   KeyCut attend(const QueryTile& tile, std::int64_t tile_begin, int tile_keys, std::int64_t panel,
                 const QueryData<R>& x) {
     constexpr int kRow = N * kWidth<R>;
     const Tiles& t = call.tiles;
-    const KeyCut cut = cut_keys(p, tile, tile_begin, tile_keys);
+    const auto [cut, border, add] = stage<N>(tile, tile_begin, tile_keys, panel, x);
     if (cut.count == 0) return {0, 0};
     const std::int64_t key_begin = tile_begin + cut.first;
     const int num_keys = cut.count;
-    const TileClass band = tile_class(p.variant, seq.used, tile.query_begin(), tile.query_end(),
-                                      key_begin, key_begin + num_keys);
-    if (band == TileClass::kEmpty) return {0, 0};
-    TileClass options = TileClass::kFull;
-    if (p.bias || p.mask) {
-      options = stage_addend(p, tile, key_begin, num_keys, s.lanes, s.row, s.addend);
-      if (options == TileClass::kEmpty) return {0, 0};
-    }
-    const PoisonList poison{s.poison_counts[panel], s.poison_keys + panel * t.keys};
-    // A tile with lanes to spare hides them like a border does.
-    const bool border = band == TileClass::kPartial || tile.rows < kRow;
-    const bool add = p.variant.has_bias || options == TileClass::kPartial;
-    set_intervals(p, tile, key_begin, num_keys, s.lanes);
     const std::int64_t panel_keys = round_up(t.keys, kPanel);
     Vec<R> unused[N] = {};
-    score_product<R, N, Layout::kPanels>(s.k_panels + (panel * panel_keys + cut.first) * p.dim, 0,
-                                         x.qt, p.dim, num_keys, s.weights, unused);
     score_product<R, N, Layout::kPanels>(s.v_panels + (panel * panel_keys + cut.first) * p.dim_v, 0,
                                          x.dot, p.dim_v, num_keys, s.dscores, unused);
     if (p.variant.dropout()) {
@@ -352,6 +363,7 @@ struct BackwardItem {
           s.kt_panels + panel * t.keys * round_up(p.dim, kPanel) + cut.first * kPanel, t.keys,
           s.dscores, p.dim, num_keys, keep, x.dqt);
     }
+    const PoisonList poison{s.poison_counts[panel], s.poison_keys + panel * t.keys};
     add_poisoned(tile, tile_begin, cut, poison, add ? s.addend : nullptr, x);
     return cut;
   }
@@ -396,6 +408,7 @@ struct BackwardItem {
       const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
       set_lanes(p, q, s.lanes);
       load_queries(q, s.query_data(p, idx));
+      weigh_far_rows(q, s.query_data(p, idx));
     }
     const TileRange all =
         kv_range(p.variant, seq.used, row_begin / heads.group, (row_end - 1) / heads.group + 1);

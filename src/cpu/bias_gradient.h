@@ -51,7 +51,10 @@ struct BiasGradientItem {
       for (std::int64_t i = i_begin; i < i_end; i += kLanes<R>) {
         const QueryTile tile = work.tile(i, i_end);
         set_lanes(p, tile, s.lanes);
-        if (!one_tile || j == j_begin) work.load_queries(tile, x);
+        if (!one_tile || j == j_begin) {
+          work.load_queries(tile, x);
+          if (work.weigh_far_rows(tile, x)) work.pack(j, j + count);
+        }
         const KeyCut cut = work.attend_any(tile, j, count, 0, x);
         const int width = tile.vectors * kWidth<R>;
         for (int key = 0; key < cut.count; ++key) {
@@ -78,8 +81,9 @@ struct BiasGradientItem {
     for (std::int64_t x = 0; x < std::int64_t{keys} * kLanes<R>; ++x) sums[x] = R(0);
 
     const bool all_batches = g.extent[0] == 1, all_heads = g.extent[1] == 1;
+    const auto sequences = static_cast<std::int64_t>(p.sequences.size());
     for (std::int64_t b = all_batches ? 0 : bias_batch;
-         b < (all_batches ? p.batch : bias_batch + 1); ++b) {
+         b < (all_batches || sequences == 0 ? sequences : bias_batch + 1); ++b) {
       for (std::int64_t h = all_heads ? 0 : bias_head; h < (all_heads ? p.heads_q : bias_head + 1);
            ++h) {
         add_head(b, h, i0, i1, j0, j1);

@@ -82,7 +82,7 @@ void for_each(Executor& executor, std::int64_t count, Function&& function) {
 // Fills every row of a tensor that belongs to no used row, or simply every row.
 void clear_rows(const Problem& p, const Rows& rows, std::int64_t count, std::int64_t heads,
                 std::int64_t dim) {
-  if (!rows) return;
+  if (!rows || count == 0 || heads == 0 || dim == 0) return;
   const std::int64_t batches = p.packed ? 1 : p.batch;
   for (std::int64_t b = 0; b < batches; ++b) {
     for (std::int64_t r = 0; r < count; ++r) {
@@ -113,7 +113,8 @@ void store_numbers(const Problem& p, const Numbers& to, const double* sums,
   for (std::int64_t target = 0; target < (batched ? p.batch : 1); ++target) {
     for (std::int64_t h = 0; h < p.heads_q; ++h) {
       double sum = 0;
-      const std::int64_t end = batched ? target + 1 : p.batch;
+      const auto sequences = static_cast<std::int64_t>(p.sequences.size());  // none: all are 0
+      const std::int64_t end = batched ? std::min(target + 1, sequences) : sequences;
       for (std::int64_t b = batched ? target : 0; b < end; ++b) {
         for (std::int64_t c = 0; c < num_chunks; ++c) {
           const std::int64_t unit = (b * p.heads_k + h / p.group) * num_chunks + c;
@@ -131,7 +132,7 @@ CpuFacts facts(int threads) {
   const Kernels& k = *chosen().kernels;
   return {chosen().name,   threads,           l2_bytes(),         k.lanes_float,
           k.lanes_double,  k.forward_scratch, k.backward_scratch, k.chunk_bytes,
-          k.partial_bytes, k.decodes};
+          k.partial_bytes, k.not_decoding};
 }
 
 void run_forward(const Problem& p, const CpuWork& work, const Rows& out, const Numbers& lse,
@@ -163,7 +164,7 @@ void run_forward(const Problem& p, const CpuWork& work, const Rows& out, const N
 
 void run_backward(const Problem& p, const CpuWork& work, const BackwardTensors& tensors,
                   Executor& executor, std::byte* workspace) {
-  bool some_empty = p.padded;
+  bool some_empty = p.padded || p.sequences.empty();
   for (const Sequence& s : p.sequences) some_empty |= s.used.q == 0 || s.used.k == 0;
   if (some_empty) {
     clear_rows(p, tensors.dq, p.rows_q, p.heads_q, p.dim);

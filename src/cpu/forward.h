@@ -10,25 +10,29 @@
 //
 // Invariant: a row's arithmetic depends on its own scores and on absolute key tiles alone, never on
 // its lane, its neighbours, the split into items or the thread. References are integers, so
-// rescaling is exact. Compiled once per instruction set; includes tile.h.
+// rescaling is exact. Compiled once per instruction set; includes scores.h and
+// decode.h.
 #pragma once
 
 #include <cmath>
 
 #include "cpu/decode.h"
-#include "cpu/tile.h"
+#include "cpu/scores.h"
 
 namespace onefold::cpu::ONEFOLD_ISA {
 
-// Rows whose scores reach this (in base 2) are finished in double: only a bias gets there.
+// Rows whose scores reach this (in base 2) are finished in double: a bias, a sink or a slope gets
+// there.
 inline constexpr double kExtremeLog2 = 1e36;
+static inline bool redone_in_double(const Problem& p) {
+  return p.dtype != DType::kFloat64 && (p.bias || p.sinks || p.slopes);
+}
 
 template <class R>
 struct ForwardScratch {
   R *k_panels, *v_panels, *row, *rows, *scores, *addend, *dropout;
   int *poison_counts, *poison_keys;
-  R *qt, *out, *ref, *sum;                             // per query tile of the item
-  R *decode_q, *decode_out, *decode_ref, *decode_sum;  // per key/value head
+  R *qt, *out, *ref, *sum;  // per query tile of the item
   LaneFacts<R> lanes;
   std::int64_t qt_size, out_size;
 
@@ -57,13 +61,6 @@ struct ForwardScratch {
     out = arena.take<R>(tiles_per_item * out_size);
     ref = arena.take<R>(tiles_per_item * kLanes<R>);
     sum = arena.take<R>(tiles_per_item * kLanes<R>);
-    if constexpr (sizeof(R) == 4) {
-      const std::int64_t rows = decodable(p, 1) ? p.heads_k * kDecodeRows : 0;
-      decode_q = arena.take<R>(rows * p.dim);
-      decode_out = arena.take<R>(rows * padded_dim<R>(p.dim_v));
-      decode_ref = arena.take<R>(rows);
-      decode_sum = arena.take<R>(rows);
-    }
   }
 };
 
@@ -96,12 +93,8 @@ struct ForwardItem {
       } else {
         for (std::int64_t d = 0; d < p.dim; ++d) row[d] = R(0);
       }
-      // An attention sink is one more key with value zero.
       Softmax<R> start;
-      if (p.sinks && with_sink) {
-        const R sink = static_cast<R>(p.sinks.load(heads.b, s.lanes.head[lane]) * kLog2E);
-        if (sink != kEmpty<R>) start = {std::ceil(sink), weight(sink, std::ceil(sink))};
-      }
+      if (with_sink) start = sink_state<R>(p, heads.b, s.lanes.head[lane]);
       ref[lane] = start.ref;
       sum[lane] = start.sum;
     }
@@ -137,69 +130,6 @@ struct ForwardItem {
     return s.k_panels + idx * round_up(call.tiles.keys, kPanel) * key_step();
   }
   R* v_tile(std::int64_t idx) const { return s.v_panels + idx * call.tiles.keys * value_step(); }
-
-  // Turns scale * q.k into base-2 scores of the variant and hides what is hidden.
-  template <int N>
-  void modify(int num_keys, bool border, bool staged, std::int64_t key_begin, Vec<R> (&top)[N]) {
-    constexpr int kRow = N * kWidth<R>;
-    const bool natural = !p.variant.scale_only();
-    for (int n = 0; n < N; ++n) {
-      const IntVec<R> first = load(s.lanes.first_key + n * kWidth<R>);
-      const IntVec<R> last = load(s.lanes.last_key + n * kWidth<R>);
-      At<Vec<R>> at{};
-      if (p.variant.has_slopes) at.slope = load(s.lanes.slope + n * kWidth<R>);
-      top[n] = splat<R>(kEmpty<R>);
-      for (int key = 0; key < num_keys; ++key) {
-        R* where = s.scores + key * kRow + n * kWidth<R>;
-        Vec<R> x = load(where);
-        if (staged) at.bias = load(s.addend + key * kRow + n * kWidth<R>);
-        if (natural) {
-          if (p.variant.has_slopes) {
-            at.distance = VectorArith<R>::abs(load(s.lanes.position + n * kWidth<R>) -
-                                              splat<R>(static_cast<R>(key_begin + key)));
-          }
-          x = to_base_2<R>(score(p.variant, x, at));
-        }
-        if (staged) x = at.bias == splat<R>(kEmpty<R>) ? splat<R>(kEmpty<R>) : x;
-        if (border) {
-          const IntVec<R> j = splat<Int<R>>(key);
-          x = ((j >= first) & (j < last)) ? x : splat<R>(kEmpty<R>);
-        }
-        store(where, x);
-        top[n] = max(top[n], x);
-      }
-    }
-  }
-
-  // Scores become weights against the raised reference; returns what the old sum was scaled by.
-  template <int N>
-  void absorb_tile(int num_keys, const Vec<R> (&top)[N], R* ref, R* sum, Vec<R> (&keep)[N]) {
-    constexpr int kRow = N * kWidth<R>;
-    for (int n = 0; n < N; ++n) {
-      R* column = s.scores + n * kWidth<R>;
-      Softmax<Vec<R>> state{load(ref + n * kWidth<R>), load(sum + n * kWidth<R>)};
-      keep[n] = raise<IntegerGauge>(state, top[n]);
-      const Vec<R> against = anchor(state.ref);
-      Vec<R> total{}, other{};
-      int key = 0;
-      for (; key + 2 <= num_keys; key += 2) {
-        R* at = column + key * kRow;
-        const Vec<R> x = weight_from(load(at), against);
-        const Vec<R> y = weight_from(load(at + kRow), against);
-        store(at, x);
-        store(at + kRow, y);
-        total += x;
-        other += y;
-      }
-      if (key < num_keys) {
-        const Vec<R> x = weight_from(load(column + key * kRow), against);
-        store(column + key * kRow, x);
-        total += x;
-      }
-      store(ref + n * kWidth<R>, state.ref);
-      store(sum + n * kWidth<R>, state.sum + (total + other));
-    }
-  }
 
   // Values that are not finite reach the rows that see their key, and no other.
   void add_poisoned(const QueryTile& tile, std::int64_t tile_begin, KeyCut cut,
@@ -245,9 +175,10 @@ struct ForwardItem {
                                  num_keys, s.scores, top);
     const bool add = p.variant.has_bias || options == TileClass::kPartial;
     if (border || add || !p.variant.scale_only()) {
-      modify<N>(num_keys, border, add, key_begin, top);
+      modify_scores<R, N>(p, s.lanes, s.scores, add ? s.addend : nullptr, num_keys, border,
+                          key_begin, top);
     }
-    absorb_tile<N>(num_keys, top, ref, sum, keep);
+    absorb_scores<R, N>(s.scores, num_keys, top, ref, sum, keep);
     if (p.variant.dropout()) {
       draw_dropout(p, tile, key_begin, num_keys, s.lanes, s.dropout);
       for (int x = 0; x < num_keys * N * kWidth<R>; ++x) s.scores[x] *= s.dropout[x];
@@ -308,7 +239,7 @@ struct ForwardItem {
     return extreme;
   }
   bool is_extreme(R ref) const {
-    return sizeof(R) == 4 && p.bias && std::fabs(ref) > R(kExtremeLog2) && std::isfinite(ref);
+    return redone_in_double(p) && std::fabs(ref) > R(kExtremeLog2) && std::isfinite(ref);
   }
 
   // Rows [row_begin, row_end) against keys [key_begin, key_end); the states are left in s.
@@ -404,19 +335,14 @@ static void redo_extreme_rows(const ForwardCall& call, const Item& item, const f
   }
 }
 
-// The rows of an item against its keys by vectors along d; leaves the states of head n of the item
-// at decode_*[n]. Heads take turns at every key tile, because their keys are neighbours in memory.
-template <class T>
+// The rows of an item against its keys by vectors along d; leaves the states of its heads in `to`.
+template <class T, int kRows>
 inline void decode_heads(const ForwardCall& call, const Item& item, bool with_sink,
-                         ForwardScratch<float>& s) {
+                         ForwardScratch<float>& s, const DecodeScratch& to) {
   const Problem& p = *call.problem;
   const Sequence& seq = p.sequences[static_cast<std::size_t>(item.b)];
-  const std::int64_t q_step = padded_dim<float>(p.dim), step = padded_dim<float>(p.dim_v);
+  const std::int64_t q_step = padded_dim<float>(p.dim), v_step = padded_dim<float>(p.dim_v);
   const std::int64_t rows = item.row_end - item.row_begin;
-  const auto state = [&](std::int64_t n) {
-    return DecodeState{s.decode_q + n * kDecodeRows * p.dim, s.decode_out + n * kDecodeRows * step,
-                       s.decode_ref + n * kDecodeRows, s.decode_sum + n * kDecodeRows};
-  };
   const auto tile_of = [&](std::int64_t n) {
     return query_tile<float>(head_group(p, item.b, item.kv_head + n), item.row_begin, item.row_end);
   };
@@ -424,53 +350,56 @@ inline void decode_heads(const ForwardCall& call, const Item& item, bool with_si
     const QueryTile tile = tile_of(n);
     ForwardItem<float> work{call, p, s, tile.heads, seq, nullptr, true};
     work.load_queries(tile, with_sink, s.ref, s.sum);
-    const DecodeState to = state(n);
     for (int r = 0; r < kDecodeRows; ++r) {
       const bool live = r < rows;
+      const std::int64_t row = n * kDecodeRows + r;
       for (std::int64_t d = 0; d < p.dim; ++d) {
-        s.decode_q[(n * kDecodeRows + r) * p.dim + d] = live ? s.rows[r * q_step + d] : 0.0f;
+        to.q[row * p.dim + d] = live ? s.rows[r * q_step + d] : 0.0f;
       }
-      to.ref[r] = live ? s.ref[r] : kEmpty<float>;
-      to.sum[r] = live ? s.sum[r] : 0.0f;
+      to.ref[row] = live ? s.ref[r] : kEmpty<float>;
+      to.sum[row] = live ? s.sum[r] : 0.0f;
     }
-    for (std::int64_t x = 0; x < kDecodeRows * step; ++x) to.out[x] = 0;
   }
+  for (std::int64_t x = 0; x < item.kv_heads * kDecodeRows * to.step; ++x) to.out[x] = 0;
   const QueryTile any = tile_of(0);
   const TileRange seen = kv_range(p.variant, seq.used, any.query_begin(), any.query_end());
   const std::int64_t end = seen.end < item.key_end ? seen.end : item.key_end;
   std::int64_t j = seen.begin > item.key_begin ? seen.begin : item.key_begin;
   for (j = j / kDecodeKeys * kDecodeKeys; j < end; j += kDecodeKeys) {
-    const auto keys_from = [&](std::int64_t first) {
-      return static_cast<int>(clamp(end - first, 0, kDecodeKeys));
-    };
+    const int count = static_cast<int>(clamp(end - j, 0, kDecodeKeys));
+    const std::int64_t row = seq.k_begin + j;
+    if (p.k.dim == 1 && p.v.dim == 1) {
+      const KeyRows<T> in_place{reinterpret_cast<const T*>(p.k.at(item.b, row, item.kv_head)),
+                                reinterpret_cast<const T*>(p.v.at(item.b, row, item.kv_head)),
+                                p.k.row,
+                                p.v.row,
+                                p.k.head,
+                                p.v.head};
+      decode_tile<T, kRows>(p, seq, tile_of, s.lanes, to, in_place, 0, item.kv_heads, j, count,
+                            s.row);
+      continue;
+    }
+    const KeyRows<float> copied{s.k_panels, s.v_panels, q_step, v_step, 0, 0};
     for (std::int64_t n = 0; n < item.kv_heads; ++n) {
-      const QueryTile tile = tile_of(n);
-      set_lanes(p, tile, s.lanes);
-      const bool last = n + 1 == item.kv_heads;
-      const std::int64_t next = last ? j + kDecodeKeys : j;
-      const Ahead ahead{p.k.at(item.b, seq.k_begin + next, item.kv_head + (last ? 0 : n + 1)),
-                        p.k.row * std::int64_t{sizeof(T)}, p.dim * std::int64_t{sizeof(T)},
-                        keys_from(next)};
-      const std::int64_t row = seq.k_begin + j, head = item.kv_head + n;
-      if (p.k.dim == 1 && p.v.dim == 1) {
-        const KeyRows<T> in_place{reinterpret_cast<const T*>(p.k.at(item.b, row, head)),
-                                  reinterpret_cast<const T*>(p.v.at(item.b, row, head)), p.k.row,
-                                  p.v.row};
-        decode_tile_any<T>(p, seq, tile, s.lanes, state(n), step, in_place, j, keys_from(j), ahead,
-                           s.row);
-        continue;
+      for (int key = 0; key < count; ++key) {
+        load_row(s.k_panels + key * q_step, p.k.at(item.b, row + key, item.kv_head + n), p.k.dtype,
+                 p.k.dim, p.dim);
+        load_row(s.v_panels + key * v_step, p.v.at(item.b, row + key, item.kv_head + n), p.v.dtype,
+                 p.v.dim, p.dim_v);
       }
-      const KeyRows<float> copied{s.k_panels, s.v_panels, q_step, step};
-      for (int key = 0; key < keys_from(j); ++key) {
-        load_row(s.k_panels + key * q_step, p.k.at(item.b, row + key, head), p.k.dtype, p.k.dim,
-                 p.dim);
-        load_row(s.v_panels + key * step, p.v.at(item.b, row + key, head), p.v.dtype, p.v.dim,
-                 p.dim_v);
-      }
-      decode_tile_any<float>(p, seq, tile, s.lanes, state(n), step, copied, j, keys_from(j), {},
-                             s.row);
+      decode_tile<float, kRows>(p, seq, tile_of, s.lanes, to, copied, n, 1, j, count, s.row);
     }
   }
+}
+
+template <class T>
+inline void decode_heads_any(const ForwardCall& call, const Item& item, bool with_sink,
+                             ForwardScratch<float>& s, const DecodeScratch& to) {
+  const std::int64_t rows = item.row_end - item.row_begin;
+  if (rows == 1) return decode_heads<T, 1>(call, item, with_sink, s, to);
+  if (rows == 2) return decode_heads<T, 2>(call, item, with_sink, s, to);
+  if (rows <= 4) return decode_heads<T, 4>(call, item, with_sink, s, to);
+  decode_heads<T, 8>(call, item, with_sink, s, to);
 }
 
 // Leaves the states of rows [0, rows) for merge_split_item.
@@ -490,17 +419,18 @@ inline void keep_partial(const ForwardCall& call, std::int64_t slot, std::int64_
 static void decode_item(const ForwardCall& call, const Item& item, bool with_sink,
                         ForwardScratch<float>& s, Arena& arena) {
   const Problem& p = *call.problem;
+  const DecodeScratch to(arena, p, item.kv_heads);
   if (p.dtype == DType::kBFloat16) {
-    decode_heads<BFloat16>(call, item, with_sink, s);
+    decode_heads_any<BFloat16>(call, item, with_sink, s, to);
   } else if (p.dtype == DType::kFloat16) {
-    decode_heads<Float16>(call, item, with_sink, s);
+    decode_heads_any<Float16>(call, item, with_sink, s, to);
   } else {
-    decode_heads<float>(call, item, with_sink, s);
+    decode_heads_any<float>(call, item, with_sink, s, to);
   }
-  const std::int64_t rows = item.row_end - item.row_begin, step = padded_dim<float>(p.dim_v);
+  const std::int64_t rows = item.row_end - item.row_begin, step = to.step;
   for (std::int64_t n = 0; n < item.kv_heads; ++n) {
-    const float* out = s.decode_out + n * kDecodeRows * step;
-    const float *ref = s.decode_ref + n * kDecodeRows, *sum = s.decode_sum + n * kDecodeRows;
+    const float* out = to.out + n * kDecodeRows * step;
+    const float *ref = to.ref + n * kDecodeRows, *sum = to.sum + n * kDecodeRows;
     if (item.partial >= 0) {
       keep_partial(call, item.partial + n * item.partial_step, rows, out, ref, sum);
       continue;
@@ -602,7 +532,8 @@ inline std::size_t forward_scratch_of(const Problem& p, const Tiles& t, std::int
     ForwardScratch<double>(arena, p, t, tiles);
   } else {
     ForwardScratch<float>(arena, p, t, tiles);
-    if (p.bias) ForwardScratch<double>(arena, p, t, 1);
+    if (decodable(p, 1)) DecodeScratch(arena, p, p.heads_k);
+    if (redone_in_double(p)) ForwardScratch<double>(arena, p, t, 1);
   }
   return arena.used();
 }

@@ -470,15 +470,4 @@ inline void draw_dropout(const Problem& p, const QueryTile& tile, std::int64_t k
   }
 }
 
-// A natural score in base 2. A finite one stays finite: next to the ends of the range, where the
-// product would overflow, it saturates, and rows that live there are done again in double.
-template <class R>
-inline Vec<R> to_base_2(Vec<R> z) {
-  constexpr R kMost = sizeof(R) == 4 ? R(3.4028234663852886e38) : R(1.7976931348623157e308);
-  const Vec<R> most = splat<R>(kMost);
-  const Vec<R> x = z * splat<R>(R(kLog2E));
-  const Vec<R> low = ((z >= -most) & (x < -most)) ? -most : x;
-  return ((z <= most) & (low > most)) ? most : low;
-}
-
 }  // namespace onefold::cpu::ONEFOLD_ISA

@@ -81,9 +81,13 @@ CpuWork plan_forward(const Problem& p, const CpuFacts& facts) {
   w.tiles_per_item =
       std::clamp<std::int64_t>(tiles / (facts.threads * kItemsPerThread), 1, kMostTilesPerItem);
   const std::int64_t step = w.tiles_per_item * w.tiles.rows;
-  for (std::int64_t b = 0; b < p.batch; ++b) {
+  const auto num_sequences = static_cast<std::int64_t>(p.sequences.size());
+  for (std::int64_t b = 0; b < num_sequences; ++b) {
     const std::int64_t rows = p.sequences[static_cast<std::size_t>(b)].used.q * p.group;
-    if (rows > 0) ++(facts.decodes && facts.decodes(p, rows) ? w.decoding : w.tiled);
+    if (rows == 0) continue;
+    const char* tiled = facts.not_decoding ? facts.not_decoding(p, rows) : "";
+    ++(tiled ? w.tiled : w.decoding);
+    if (tiled && rows <= kSplitRows) w.not_decoding = tiled;
     if (split_keys(p, b, facts, w)) continue;
     for (std::int64_t h = 0; h < p.heads_k; ++h) {
       for (std::int64_t r = 0; r < rows; r += step) {
@@ -101,6 +105,7 @@ CpuWork plan_forward(const Problem& p, const CpuFacts& facts) {
                      [&p](const Item& x, const Item& y) { return cost(p, x) > cost(p, y); });
   }
   w.workers = w.items.size() > 1 ? facts.threads : 1;
+  if (w.items.empty()) return w;
   w.scratch_bytes = facts.forward_scratch(p, w.tiles, w.tiles_per_item);
   w.workspace_bytes = w.scratch_bytes * static_cast<std::size_t>(w.workers) + w.partials_bytes;
   return w;
@@ -112,10 +117,11 @@ CpuWork plan_backward(const Problem& p, const BackwardWants& wants, const CpuFac
   w.tiles = choose_tiles(p, facts);
   w.chunk = chunk_rows(p.longest_q);
   w.num_chunks = std::max<std::int64_t>(1, ceil_div(p.longest_q, w.chunk));
-  const std::int64_t heads = p.batch * p.heads_k;
+  const auto num_sequences = static_cast<std::int64_t>(p.sequences.size());
+  const std::int64_t heads = num_sequences * p.heads_k;
   w.by_chunk = facts.threads > 1 && w.num_chunks > 1 && heads < 2 * facts.threads;
   if (wants.main_pass()) {
-    for (std::int64_t b = 0; b < p.batch; ++b) {
+    for (std::int64_t b = 0; b < num_sequences; ++b) {
       const std::int64_t rows = p.sequences[static_cast<std::size_t>(b)].used.q;
       if (rows == 0) continue;
       for (std::int64_t h = 0; h < p.heads_k; ++h) {
@@ -128,7 +134,9 @@ CpuWork plan_backward(const Problem& p, const BackwardWants& wants, const CpuFac
   }
   const std::size_t units = static_cast<std::size_t>(heads * w.num_chunks);
   if (w.by_chunk && wants.dkv) w.chunk_sums_bytes = units * facts.chunk_bytes(p);
-  w.number_sums_bytes = 2 * units * static_cast<std::size_t>(p.group) * sizeof(double);
+  if (wants.dslopes || wants.dsinks) {
+    w.number_sums_bytes = 2 * units * static_cast<std::size_t>(p.group) * sizeof(double);
+  }
   w.workers = facts.threads;
   w.scratch_bytes = facts.backward_scratch(p, w.tiles, wants, w.by_chunk, w.num_chunks);
   w.workspace_bytes = w.scratch_bytes * static_cast<std::size_t>(w.workers) + w.chunk_sums_bytes +
@@ -137,12 +145,14 @@ CpuWork plan_backward(const Problem& p, const BackwardWants& wants, const CpuFac
 }
 
 std::string describe_kernel(const Problem& p, const CpuWork& w, const CpuFacts& facts) {
-  const char* path = w.decoding == 0 ? "tiled "
-                     : w.tiled == 0  ? "decoding "
-                                     : "tiled and decoding ";
-  return concat(path, facts.isa, ", ", w.tiles.rows, " rows x ", w.tiles.keys, " keys per tile, ",
-                w.tiles.super_keys, " keys packed at a time, ",
-                p.dtype == DType::kFloat64 ? "float64" : "float32", " inside");
+  const std::string split = w.splits.empty() ? "" : concat(", keys split every ", kSplitKeys);
+  const char* inside = p.dtype == DType::kFloat64 ? ", float64 inside" : ", float32 inside";
+  if (w.decoding > 0 && w.tiled == 0) {
+    return concat("decoding ", facts.isa, ", ", w.tiles.keys, " keys per tile", split, inside);
+  }
+  return concat(w.decoding == 0 ? "tiled " : "tiled and decoding ", facts.isa, ", ", w.tiles.rows,
+                " rows x ", w.tiles.keys, " keys per tile, ", w.tiles.super_keys,
+                " keys packed at a time", split, inside);
 }
 
 std::string describe_reasons(const Problem& p, const CpuWork& w, const CpuFacts& facts) {
@@ -158,8 +168,13 @@ std::string describe_reasons(const Problem& p, const CpuWork& w, const CpuFacts&
   if (!w.splits.empty()) {
     line("few queries: keys are split into stretches of ", kSplitKeys, ", merged in order");
   }
+  const bool strided = p.k.dim != 1 || p.v.dim != 1;
   if (w.decoding > 0) {
-    line("few queries: rows of k and v are read in place, a vector along head_dim at a time");
+    line("few queries: rows of k and v are read a vector along head_dim at a time, ",
+         strided ? "from a copy of each tile: a last stride is not 1" : "in place");
+  }
+  if (w.not_decoding != nullptr && *w.not_decoding != 0) {
+    line("few queries, yet not decoding: ", w.not_decoding);
   }
   if (p.mask) line("mask: read in place, tiles that it hides entirely are skipped");
   if (p.bias) line("bias: read in place, added to every tile");
@@ -170,7 +185,9 @@ std::string describe_reasons(const Problem& p, const CpuWork& w, const CpuFacts&
          " fused scale is not used");
   }
   for (const auto& [name, rows] : {std::pair{"q", p.q}, {"k", p.k}, {"v", p.v}}) {
-    if (rows.dim != 1) line("last stride of ", name, " is ", rows.dim, ": read element by element");
+    if (rows.dim != 1 && (w.tiled > 0 || w.decoding == 0)) {
+      line("last stride of ", name, " is ", rows.dim, ": read element by element");
+    }
   }
   if (w.by_chunk) {
     line("backward over ", w.num_chunks, " chunks of up to ", w.chunk,

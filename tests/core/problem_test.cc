@@ -304,6 +304,10 @@ TEST(BadInput, numbers) {
       {
           {"scale NaN", "scale is nan: a finite number is needed", scale(kNaN)},
           {"scale infinite", "scale is -inf: a finite number is needed", scale(-kInfinite)},
+          {"scale beyond float32",
+           "scale is 1e+39: scores are float32 inside, so a number between -2.35866e+38 and "
+           "2.35866e+38 is needed",
+           scale(1e39)},
           {"softcap negative", "softcap is -1: a finite number >= 0 is needed, 0 for none",
            softcap(-1)},
           {"softcap NaN", "softcap is nan: a finite number >= 0 is needed, 0 for none",
@@ -553,8 +557,31 @@ TEST(GoodInput, every_extent_may_be_zero) {
     a.v = empty(n[0], n[2], n[4], n[6]);
     const Problem p = make_problem(a);
     EXPECT_EQ(p.batch, n[0]);
-    EXPECT_EQ(p.sequences.size(), static_cast<std::size_t>(n[0]));
+    const bool nothing = (n[1] == 0 || n[3] == 0) && (n[2] == 0 || n[4] == 0);
+    EXPECT_EQ(p.sequences.size(), static_cast<std::size_t>(nothing ? 0 : n[0]));
     EXPECT_TRUE(std::isfinite(p.variant.scale));
+  }
+}
+
+TEST(GoodInput, a_batch_of_nothing_costs_no_memory) {
+  Attention a;
+  a.q = a.k = a.v = tensor({std::int64_t{1} << 50, 0, 1 << 26, 16});
+  a.q.data = a.k.data = a.v.data = nullptr;
+  const Problem p = make_problem(a);
+  EXPECT_EQ(p.batch, std::int64_t{1} << 50);
+  EXPECT_TRUE(p.sequences.empty());
+}
+
+TEST(BadInput, a_batch_beyond_32_bits_is_refused) {
+  Attention a;
+  a.q = tensor({std::int64_t{1} << 40, 0, 1, 4});
+  a.k = a.v = tensor({std::int64_t{1} << 40, 1, 1, 4});
+  try {
+    make_problem(a);
+    ADD_FAILURE() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(std::string(error.what()), "batch is 1099511627776: at most 2147483647 works");
+    EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
   }
 }
 

@@ -248,7 +248,7 @@ void expect_covered(const Problem& p, const CpuWork& w) {
     EXPECT_LE(s.rows, kSplitRows);
     EXPECT_GE(s.count, 2);
   }
-  for (std::int64_t b = 0; b < p.batch; ++b) {
+  for (std::int64_t b = 0; b < static_cast<std::int64_t>(p.sequences.size()); ++b) {
     const Lengths used = p.sequences[static_cast<std::size_t>(b)].used;
     for (std::int64_t h = 0; h < p.heads_k; ++h) {
       SCOPED_TRACE("sequence " + std::to_string(b) + " head " + std::to_string(h));
@@ -527,6 +527,32 @@ TEST(Plan, reasons_name_what_was_asked_and_what_slows_it_down) {
        {"causal or window", "mask:", "bias:", "dropout", "last stride of k is 2",
         "backward over 8 chunks", "fused scale is not used"}) {
     EXPECT_TRUE(has(full, present)) << present << " in\n" << full;
+  }
+}
+
+TEST(Plan, the_path_of_few_rows_is_named_and_so_is_why_it_is_not_decoding) {
+  const CpuFacts facts = cpu::facts(1);
+  struct Case {
+    std::int64_t queries, keys, dim;
+    DType dtype;
+    const char *kernel, *reason;
+  };
+  for (const Case& c : {
+           Case{4, 100, 64, DType::kFloat32, "decoding ", "in place"},
+           {4, 5000, 64, DType::kFloat32, "keys split every 1024", "in place"},
+           {4, 100, 31, DType::kFloat32, "tiled ", "not decoding: head dims are not multiples of"},
+           {4, 100, 64, DType::kFloat64, "tiled ", "not decoding: float64 is computed in tiles"},
+           {9, 100, 64, DType::kFloat32, "tiled ", "not decoding: more than 8 rows"},
+       }) {
+    SCOPED_TRACE(c.reason);
+    Question question = Question::dense(1, c.queries, c.keys, 1, 1, c.dim);
+    for (Tensor* t : {&question.a.q, &question.a.k, &question.a.v}) t->dtype = c.dtype;
+    const Problem p = question.problem();
+    const CpuWork w = plan_forward(p, facts);
+    const std::string kernel = describe_kernel(p, w, facts);
+    const std::string reasons = describe_reasons(p, w, facts);
+    EXPECT_NE(kernel.find(c.kernel), std::string::npos) << kernel;
+    EXPECT_NE(reasons.find(c.reason), std::string::npos) << reasons;
   }
 }
 

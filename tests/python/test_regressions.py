@@ -71,7 +71,7 @@ def test_a_finite_float64_bias_never_hides_a_key(lowest: float, sq: int, sk: int
 
 def test_a_softcap_beyond_float32_is_refused_unless_q_is_float64() -> None:
     q, k, v = _question(5, 9, 4, 16, torch.float32)
-    with pytest.raises(ValueError, match="softcap is 1e\\+300: scores of float32 are float32"):
+    with pytest.raises(ValueError, match="softcap is 1e\\+300: scores are float32 inside"):
         onefold.attention(q, k, v, softcap=1e300)
     wide = [x.double() for x in (q, k, v)]
     assert onefold.attention(*wide, softcap=1e300).isfinite().all()
@@ -92,5 +92,120 @@ def test_a_thread_count_that_is_no_int_is_refused(count: object) -> None:
 
 
 def test_a_thread_count_beyond_an_int_is_refused() -> None:
-    with pytest.raises(ValueError, match="count is 2147483648"):
-        onefold.set_num_threads(2**31)
+    for count in (4097, 2**31):
+        with pytest.raises(ValueError, match=f"count is {count}: from 0 .* to 4096 is needed"):
+            onefold.set_num_threads(count)
+
+
+@pytest.mark.parametrize("lowest", [-1e6, -1e9, -1e30, -1e38, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_row_of_equal_huge_biases_has_the_gradients_of_equal_weights(
+    lowest: float, broadcast: bool
+) -> None:
+    """What a mask of "very negative" numbers makes of a padded row."""
+    sk, shape = 70, (1, 1, 1, 70) if broadcast else (1, 4, 60, 70)
+    q, k, v = _question(60, sk, 4, 16, torch.float32)
+    k = torch.zeros_like(k)  # every score of the row is its bias, exactly
+    bias = torch.full(shape, lowest, requires_grad=True)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = onefold.attention(*inputs, bias=bias)
+    dout = torch.randn_like(out)
+    dq, _, dv, dbias = torch.autograd.grad(out, [*inputs, bias], dout)
+    mean = dout.double().sum(1, keepdim=True) / sk
+    want = mean.expand(out.shape[0], sk, *mean.shape[2:]).unflatten(2, (v.shape[2], -1)).sum(3)
+    eps = torch.finfo(torch.float32).eps
+    room = 200 * eps * (dout.double().abs().sum(1, keepdim=True) / sk)
+    room = room.unflatten(2, (v.shape[2], -1)).sum(3)
+    assert ((dv.double() - want).abs() <= room).all()
+    # dZ = P (dP - delta) of every pair, over all rows.
+    pairs = torch.einsum("bihd,bjhd->bhij", dout.double(), v.double().repeat_interleave(2, 2))
+    dz = (pairs - pairs.mean(-1, keepdim=True)) / sk
+    assert dbias.isfinite().all()
+    want_bias = dz.sum((0, 1, 2)).expand(shape) if broadcast else dz.sum(0, keepdim=True)
+    size = (pairs.abs() + pairs.abs().mean(-1, keepdim=True)) / sk
+    size = size.sum((0, 1, 2)).expand(shape) if broadcast else size.sum(0, keepdim=True)
+    assert ((dbias.double() - want_bias).abs() <= 200 * eps * size).all()
+    assert dq.abs().max() == 0
+
+
+@pytest.mark.parametrize("sq", [1, 20, 70])
+@pytest.mark.parametrize("values", [(-2.5e38, -2.6e38), (3e38, 3.3e38), (-3.4e38, -3.3e38)])
+def test_of_two_huge_biases_the_larger_takes_all_in_both_directions(
+    values: tuple[float, float], sq: int, dtype: torch.dtype
+) -> None:
+    q, k, v = (x.requires_grad_() for x in _question(sq, 2, 4, 16, dtype))
+    bias = torch.tensor(values, requires_grad=True)
+    out = onefold.attention(q, k, v, bias=bias)
+    winner = int(bias.argmax())
+    assert torch.equal(out, v[:, winner : winner + 1].repeat_interleave(2, 2).expand_as(out))
+    dq, dk, dv, _ = torch.autograd.grad(out.sum(), (q, k, v, bias))
+    assert torch.equal(dv[:, winner], torch.full_like(dv[:, winner], 2 * sq))
+    assert dv[:, 1 - winner].abs().max() == 0 and dk[:, 1 - winner].abs().max() == 0
+    # One weight is 1: dZ = dP - dO . O, the difference of two sums of 16 products.
+    room = 64 * torch.finfo(torch.float32).eps * v.abs().max() * 16
+    assert dq.abs().max() <= room * k.abs().max()
+
+
+@pytest.mark.parametrize("sink", [3e38, -3e38])
+def test_a_sink_near_the_end_of_float32_takes_all_or_nothing(sink: float) -> None:
+    q, k, v = (x.requires_grad_() for x in _question(5, 9, 4, 16, torch.float32))
+    sinks = torch.full((q.shape[2],), sink, requires_grad=True)
+    out, lse = onefold.attention(q, k, v, sinks=sinks, return_lse=True)
+    if sink > 0:
+        assert torch.equal(lse, torch.full_like(lse, sink))
+    assert lse.isfinite().all()
+    grads = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v, sinks))
+    assert all(grad.isfinite().all() for grad in grads)
+    if sink > 0:
+        assert out.abs().max() == 0 and grads[2].abs().max() == 0
+    else:
+        assert torch.equal(out, onefold.attention(q, k, v))
+
+
+@pytest.mark.parametrize("sq", [3, 60])
+def test_a_slope_too_steep_for_float32_never_hides_a_key(sq: int) -> None:
+    q, k, v = _question(sq, sq, 4, 16, torch.float32)
+    slopes = torch.full((4,), 1e38)
+    out, lse = onefold.attention(q, k, v, alibi_slopes=slopes, window=(50, -2), return_lse=True)
+    assert torch.equal(lse[:, :, 2:], torch.full_like(lse[:, :, 2:], -2e38))
+    assert torch.equal(out[:, 2:], v[:, : sq - 2].repeat_interleave(2, 2))
+
+
+def test_a_scale_beyond_what_scores_can_hold_is_refused() -> None:
+    q, k, v = _question(5, 9, 4, 16, torch.float32)
+    with pytest.raises(ValueError, match=r"scale is 1e\+39: scores are float32 inside"):
+        onefold.attention(q, k, v, scale=1e39)
+    with pytest.raises(ValueError, match="scale is beyond float64"):
+        onefold.attention(q, k, v, scale=10**400)
+
+
+@pytest.mark.parametrize("shape", [(2**40, 0, 1, 16), (1, 0, 2**26, 16), (2**40, 0, 2**18, 8)])
+def test_a_huge_question_about_nothing_is_answered_at_once(shape: tuple[int, ...]) -> None:
+    q, k, v = (torch.empty(shape, requires_grad=True) for _ in range(3))
+    out = onefold.attention(q, k, v)
+    assert out.shape == shape
+    out.sum().backward()
+    assert q.grad is not None and q.grad.shape == shape
+
+
+def test_flags_that_are_no_flags_are_refused() -> None:
+    q, k, v = _question(5, 9, 4, 16, torch.float32)
+    with pytest.raises(TypeError, match="deterministic is a str: True, False or None is needed"):
+        onefold.attention(q, k, v, deterministic="x")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="return_lse is a int: True or False is needed"):
+        onefold.attention(q, k, v, return_lse=3)  # type: ignore[arg-type]
+
+
+def test_a_negative_maximum_is_refused() -> None:
+    q, k, v = (x[0] for x in _question(5, 9, 4, 16, torch.float32))
+    with pytest.raises(ValueError, match="max_seqlen_k is -1: a length >= 0 is needed"):
+        onefold.attention(q, k, v, cu_seqlens_q=[0, 5], cu_seqlens_k=[0, 9], max_seqlen_k=-1)
+
+
+def test_parts_of_unequal_shape_are_refused_by_name() -> None:
+    outs = [torch.zeros(4, 8), torch.zeros(5, 8)]
+    lses = [torch.zeros(4), torch.zeros(5)]
+    for as_arrays in (False, True):
+        given = [[x.numpy() for x in part] if as_arrays else part for part in (outs, lses)]
+        with pytest.raises(ValueError, match=r"outs\[1\] has shape \(5, 8\): \(4, 8\) is needed"):
+            onefold.merge_states(*given)

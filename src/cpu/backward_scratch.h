@@ -1,0 +1,91 @@
+// What one backward work item needs beside its tensors: packed keys, the tile in flight, private
+// sums, and the query side of a pass.
+//
+// Compiled once per instruction set; includes scores.h.
+#pragma once
+
+#include "cpu/scores.h"
+
+namespace onefold::cpu::ONEFOLD_ISA {
+
+inline constexpr int kPassTiles = 16;  // query tiles of one pass
+
+// The query side of one tile, prepared once per pass.
+template <class R>
+struct QueryData {
+  R *qt, *dot;                   // [d][lane]: q times the score factor; dout
+  R *q, *dout;                   // [lane][d]: as they are, for the sums over queries
+  R* dqt;                        // [d][lane]
+  R *lse, *delta;                // base 2; dO . O - dLSE
+  R *shift, *sum;                // of rows weighed again: taken from every score first; the
+                                 // sum of weights against it, whose log2 then is lse
+  R *slope_sum, *dz_sum;         // sum of dZ * distance; of dZ
+  bool *q_poison, *dout_poison;  // rows left out of q and dout because they are not finite
+  bool* shifted;                 // one for the tile: some row was weighed again
+
+  QueryData(Arena& arena, const Problem& p) {
+    constexpr int kL = kLanes<R>;
+    qt = arena.take<R>(p.dim * kL);
+    dot = arena.take<R>(p.dim_v * kL);
+    q = arena.take<R>(padded_dim<R>(p.dim) * kL);
+    dout = arena.take<R>(padded_dim<R>(p.dim_v) * kL);
+    dqt = arena.take<R>(round_up(p.dim, kPanel) * kL);
+    lse = arena.take<R>(kL);
+    delta = arena.take<R>(kL);
+    shift = arena.take<R>(kL);
+    sum = arena.take<R>(kL);
+    slope_sum = arena.take<R>(kL);
+    dz_sum = arena.take<R>(kL);
+    q_poison = arena.take<bool>(kL);
+    dout_poison = arena.take<bool>(kL);
+    shifted = arena.take<bool>(1);
+  }
+};
+
+template <class R>
+struct BackwardScratch {
+  R *k_panels, *v_panels, *kt_panels, *row, *rows;
+  int *poison_counts, *poison_keys;
+  R *weights, *dscores, *dz, *addend, *dropout;
+  R *chunk_dk, *chunk_dv, *total_dk, *total_dv;  // [key][d], private
+  LaneFacts<R> lanes;
+  std::byte* query_block;
+  std::size_t query_bytes;
+
+  // chunk_*: when items are heads. total_*: when a head has several chunks.
+  BackwardScratch(Arena& arena, const Problem& p, const Tiles& t, bool chunks, bool totals,
+                  bool with_dz)
+      : lanes(arena, kLanes<R>) {
+    constexpr int kL = kLanes<R>;
+    const std::int64_t key_tiles = t.super_keys / t.keys;
+    const std::int64_t panel_keys = round_up(t.keys, kPanel);
+    const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
+    k_panels = arena.take<R>(key_tiles * panel_keys * p.dim + kPanelSlack);
+    v_panels = arena.take<R>(key_tiles * panel_keys * p.dim_v + kPanelSlack);
+    kt_panels = arena.take<R>(key_tiles * t.keys * round_up(p.dim, kPanel));
+    poison_counts = arena.take<int>(key_tiles);
+    poison_keys = arena.take<int>(t.super_keys);
+    row = arena.take<R>((dim > dim_v ? dim : dim_v) + t.keys + kPanel);
+    rows = arena.take<R>((dim > dim_v ? dim : dim_v) * (kL > kPanelRows ? kL : kPanelRows));
+    weights = arena.take<R>(panel_keys * kL);
+    dscores = arena.take<R>(panel_keys * kL);
+    dz = arena.take<R>(with_dz ? t.keys * kL : 0);
+    addend = arena.take<R>(p.bias || p.mask ? t.keys * kL : 0);
+    dropout = arena.take<R>(p.variant.dropout() ? t.keys * kL : 0);
+    const std::int64_t keys = round_up(p.longest_k, t.keys);
+    chunk_dk = arena.take<R>(chunks ? keys * dim : 0);
+    chunk_dv = arena.take<R>(chunks ? keys * dim_v : 0);
+    total_dk = arena.take<R>(totals ? keys * dim : 0);
+    total_dv = arena.take<R>(totals ? keys * dim_v : 0);
+    Arena one(nullptr);
+    QueryData<R>(one, p);
+    query_bytes = one.used();
+    query_block = arena.take<std::byte>(static_cast<std::int64_t>(query_bytes) * kPassTiles);
+  }
+  QueryData<R> query_data(const Problem& p, std::int64_t idx) const {
+    Arena arena(query_block + static_cast<std::size_t>(idx) * query_bytes);
+    return QueryData<R>(arena, p);
+  }
+};
+
+}  // namespace onefold::cpu::ONEFOLD_ISA
