@@ -86,11 +86,25 @@ CudaFacts cuda_facts(const Context& context) {
 
 // The plan of a question on CUDA, as if out were packed like q.
 Plan cuda_plan(const Context& context, const Problem& problem, Direction direction) {
-  if (direction == Direction::kBackward) unsupported("backward on CUDA is not there yet");
   const CudaFacts facts = cuda_facts(context);
-  const kernels::ForwardPlan plan = plan_cuda_forward(problem, {}, facts);
   Plan result;
   result.backend = "cuda";
+  if (direction == Direction::kBackward) {
+    BackwardTensors all;
+    all.dq = problem.q;
+    all.dk = problem.k;
+    all.dv = problem.v;
+    all.dbias = problem.bias;
+    all.dslopes = problem.slopes;
+    all.dsinks = problem.sinks;
+    const kernels::BackwardPlan plan = plan_cuda_backward(problem, all, false, facts);
+    result.kernel = "portable_backward " + cuda::text(plan.spec);
+    result.work_items = plan.blocks;
+    result.workspace_bytes = static_cast<std::size_t>(plan.workspace_bytes);
+    result.why = describe_reasons(problem, plan, facts);
+    return result;
+  }
+  const kernels::ForwardPlan plan = plan_cuda_forward(problem, {}, facts);
   result.kernel = "portable_forward " + cuda::text(plan.spec);
   result.work_items = plan.blocks;
   result.workspace_bytes = static_cast<std::size_t>(plan.workspace_bytes);
@@ -163,7 +177,12 @@ void backward(const Context& context, const Attention& attention, const Tensor& 
   const Problem problem = make_problem(attention, context.device);
   const BackwardTensors tensors =
       make_backward(problem, attention, out, lse, dout, dlse, gradients);
-  if (on_cuda(context)) unsupported("backward on CUDA is not there yet");
+  if (on_cuda(context)) {
+    const kernels::BackwardPlan plan =
+        plan_cuda_backward(problem, tensors, gradients.deterministic, cuda_facts(context));
+    const std::shared_ptr<void> memory = cuda_workspace(context, plan.workspace_bytes);
+    return cuda::run_backward(problem, plan, tensors, context.stream, memory.get());
+  }
   const CallExecutor call(context);
   const CpuWork work =
       plan_backward(problem, wanted(problem, tensors), cpu::facts(call.executor->concurrency()));

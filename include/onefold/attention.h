@@ -68,6 +68,8 @@ struct Attention {
 // Where backward writes. Absent = not wanted. Shapes and dtypes are those of the inputs.
 struct Gradients {
   std::optional<Tensor> dq{}, dk{}, dv{}, dbias{}, dslopes{}, dsinks{};
+  // The same bits in every call. On the CPU they always are; on CUDA it makes dq slower.
+  bool deterministic = false;
 };
 
 // Runs `body(context, index, worker)` for every index in [0, count), at most concurrency() at a

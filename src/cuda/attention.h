@@ -7,11 +7,14 @@
 
 #include "core/problem.h"
 #include "cuda/launch.h"
+#include "kernels/backward_spec.h"
 #include "kernels/forward_spec.h"
 
 namespace onefold::cuda {
 
 void run_forward(const Problem& problem, const kernels::ForwardPlan& plan,
                  const ForwardTensors& tensors, void* stream, void* workspace);
+void run_backward(const Problem& problem, const kernels::BackwardPlan& plan,
+                  const BackwardTensors& tensors, void* stream, void* workspace);
 
 }  // namespace onefold::cuda
