@@ -82,6 +82,7 @@ struct BackwardRows {
     thread = static_cast<int>(threadIdx.x);
     lane_in_group = thread % kGroup;
     tile = query_tile_at(p, blockIdx.x, kSpec.tile_q);
+    if (args.ticket != nullptr && blockIdx.x == 0 && thread == 0) *args.ticket = 0;
     if (!tile.present()) return;
     const i64 number = row_tile(p, tile.at.b, tile.at.h, kSpec.tile_q) + tile.row0 / kSpec.tile_q;
     float* rows = args.rows + number * kSpec.row_numbers();
@@ -122,7 +123,6 @@ struct BackwardRows {
     if (thread == 0) {
       rows[3 * kSpec.tile_q] = __uint_as_float(not_finite | one_key);
       if (args.turns != nullptr) args.turns[number] = 0;
-      if (args.ticket != nullptr && blockIdx.x == 0) *args.ticket = 0;
     }
     if constexpr (kSpec.dq) {
       float4* sums = reinterpret_cast<float4*>(args.dq + number * kSpec.dq_numbers());

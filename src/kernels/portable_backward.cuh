@@ -212,6 +212,7 @@ struct PortableBackward {
                                                  });
     key_poison = __syncthreads_or(found);
   }
+  bool rows_poison = false;  // some were taken out of Q and dO
   // lse or delta of such a row is NaN, so that it makes no other difference.
   __forceinline__ void take_rows_poison(int stage) {
     Stage& of = shared.stage[stage];
@@ -410,7 +411,10 @@ struct PortableBackward {
     const bool border = i0 < full_begin || i0 + kTileQ > full_end;
     const bool select = border || kFeatures.hides();
     const u32 q_base = ptx::shared_address(&at.q), dout_base = ptx::shared_address(&at.dout);
-    if ((flags & kRowsNotFinite) != 0 && hides && select) take_rows_poison(stage);
+    if ((flags & kRowsNotFinite) != 0 && hides && select) {
+      rows_poison = true;
+      take_rows_poison(stage);
+    }
 #pragma unroll 1
     for (int sub = 0; sub < kSteps; ++sub) {
       const int column = sub * kSpec.step_q;
@@ -592,7 +596,7 @@ struct PortableBackward {
   // dO's numbers that are not finite, for the keys of this warp that their rows see. What a weight
   // multiplies them by is positive and does not count.
   __forceinline__ void spread_poison(u32 base) const {
-    if (!hides || args.dout.data == nullptr) return;
+    if (!rows_poison || args.dout.data == nullptr) return;
     const i64 last = i64{tile_end} * kTileQ;
     const int end = static_cast<int>(last < n.q ? last : n.q);
 #pragma unroll 1

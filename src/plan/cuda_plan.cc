@@ -37,10 +37,10 @@ struct Row {
 // 16 bit, nothing but a scale: a warp owns 32 rows, so that K and V fragments are read once for two
 // products. Two blocks fit a multiprocessor with at most 255 registers a thread.
 constexpr Row kPlain16[] = {
-    {64, {128, 64, 4, 2, 2, false}},  {64, {128, 64, 4, 1, 2, false}},
-    {128, {128, 64, 4, 2, 2, false}}, {128, {128, 64, 4, 1, 2, false}},
-    {128, {128, 64, 8, 1, 1, false}}, {256, {64, 64, 4, 1, 2, false}},
-    {256, {64, 64, 4, 1, 1, false}},  {256, {64, 32, 4, 1, 1, false}},
+    {64, {128, 64, 4, 2, 2, true}},   {64, {128, 64, 4, 1, 2, false}},
+    {128, {128, 64, 4, 1, 2, false}}, {128, {128, 64, 8, 1, 1, false}},
+    {256, {64, 64, 4, 1, 2, false}},  {256, {64, 64, 4, 1, 1, false}},
+    {256, {64, 32, 4, 1, 1, false}},
 };
 // 16 bit with options: 16 rows a warp leave the registers that options need.
 constexpr Row kOptions16[] = {
@@ -75,8 +75,9 @@ struct BackwardRow {
   BackwardTiles tiles;
 };
 constexpr BackwardRow kBackwardPlain16[] = {
-    {64, {32, 128, 32, 4, false, 2, 2}}, {64, {32, 128, 32, 4, false, 2, 1}},
-    {128, {32, 128, 32, 8, true, 2, 1}}, {128, {32, 64, 32, 4, true, 2, 1}},
+    {64, {64, 128, 32, 4, false, 2, 2}}, {64, {32, 128, 32, 4, false, 2, 1}},
+    {128, {64, 128, 64, 8, true, 2, 1}}, {128, {32, 128, 32, 8, true, 2, 1}},
+    {128, {32, 64, 32, 4, true, 2, 1}},  {256, {64, 64, 64, 8, true, 1, 1}},
     {256, {32, 64, 32, 8, true, 2, 1}},  {256, {32, 32, 32, 4, true, 1, 1}},
 };
 constexpr BackwardRow kBackwardOptions16[] = {
@@ -297,8 +298,7 @@ ForwardPlan plan_cuda_forward(const Problem& p, const ForwardTensors& t, const C
 BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t, bool deterministic,
                                 const CudaFacts& facts) {
   check_supported(p, facts);
-  BackwardPlan plan;
-  BackwardSpec& spec = plan.spec;
+  BackwardSpec spec;
   describe(spec, p, facts);
   spec.aligned = spec.aligned && is_aligned(t.out, p.dim_v) && is_aligned(t.dout, p.dim_v) &&
                  is_aligned(t.dq, p.dim) && is_aligned(t.dk, p.dim) && is_aligned(t.dv, p.dim_v);
@@ -309,10 +309,19 @@ BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t, bool
                      : plain                           ? choose(kBackwardPlain16, facts, spec)
                                                        : choose(kBackwardOptions16, facts, spec);
   if (!found) no_tile_fits(p, facts);
+  return plan_cuda_backward(p, t, spec, facts);
+}
+
+BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t,
+                                const BackwardSpec& chosen, const CudaFacts& facts) {
+  BackwardPlan plan;
+  BackwardSpec& spec = plan.spec;
+  spec = chosen;
   const std::int64_t batches = p.packed ? 1 : p.batch;
   plan.query_tiles = tiles_of(p, p.rows_q, spec.tile_q);
   plan.row_tiles = plan.query_tiles * p.heads_q * batches;
   plan.key_tiles = tiles_of(p, p.rows_k, spec.tile_k);
+  spec.ordered = spec.ordered && plan.row_tiles > 0;
   if (t.dq || t.dk || t.dv) {
     plan.blocks = plan.key_tiles * p.heads_k * batches;
     plan.mask = mask_tiles(p, spec.tile_q, spec.tile_k);
