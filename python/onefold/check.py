@@ -155,7 +155,10 @@ def judge(case: Case, dtype: str, device: str) -> tuple[float, float]:
     found = [g.cpu() for g in torch.autograd.grad((out, lse), tuple(there.values()), cotangents)]
     out, lse = out.cpu(), lse.cpu()
 
-    sizes = _bounds.sizes(dtype, max(d, dv), max(sk, 1), sq * hq * max(batch, 1), device)
+    sizes, backward_sizes = (
+        _bounds.sizes(dtype, max(d, dv), max(sk, 1), sq * hq * max(batch, 1), device, backward)
+        for backward in (False, True)
+    )
     wide = "float64" if dtype == "float64" else "float32"
     want_out, want_lse = reference.attention(q, k, v, **options)
     terms = reference.forward_terms(q, k, v, **options)
@@ -169,7 +172,9 @@ def judge(case: Case, dtype: str, device: str) -> tuple[float, float]:
     for name, got in zip(given, found, strict=True):
         exact, exact_terms = getattr(want, name), getattr(want_terms, name)
         stored = str(got.dtype).removeprefix("torch.")
-        bound = bound_of(exact_terms, sizes, stored) + _bounds.UNIT[stored] * exact.abs()
+        bound = bound_of(exact_terms, backward_sizes, stored) + _bounds.UNIT[stored] * exact.abs()
+        if device == "cuda":
+            bound = bound + _bounds.of_small_ds(name, q, k, options.get("scale"))
         backward = max(backward, worst(got, exact, bound))
     return forward, backward
 
