@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+import gates
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -26,7 +28,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def devices() -> list[str]:
     """Where onefold computes on this machine."""
-    return ["cpu"]
+    import torch
+
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 @pytest.fixture(params=devices())
@@ -38,6 +42,8 @@ def device(request: pytest.FixtureRequest) -> str:
 def dtype(request: pytest.FixtureRequest):
     import torch
 
+    if "device" in request.fixturenames and request.param == "float64":
+        gates.skip_unless_it_computes(torch.float64, 0, request.getfixturevalue("device"))
     return getattr(torch, request.param)
 
 
