@@ -98,6 +98,17 @@ Plan cuda_plan(const Context& context, const Problem& problem, Direction directi
   return result;
 }
 
+// The programs that answer a question on such a device.
+std::vector<jit::Program> cuda_programs(const Problem& problem, Direction direction,
+                                        const CudaFacts& facts) {
+  if (direction == Direction::kBackward) unsupported("backward on CUDA is not there yet");
+  return cuda::programs(problem, plan_cuda_forward(problem, {}, facts));
+}
+
+std::string text(const jit::Binary& binary) {
+  return concat(binary.name, " for ", binary.target, ", ", binary.facts.registers, " registers");
+}
+
 BackwardWants wanted(const Problem& p, const BackwardTensors& t) {
   BackwardWants w;
   w.dq = bool(t.dq);
@@ -139,6 +150,27 @@ Plan plan(const Context& context, const Attention& attention, Direction directio
   result.workspace_bytes = work.workspace_bytes;
   result.why = describe_reasons(problem, work, facts);
   return result;
+}
+
+std::vector<std::string> warm_up(const Context& context, const Attention& attention,
+                                 Direction direction) {
+  const Problem problem = make_problem(attention, context.device);
+  std::vector<std::string> ready;
+  if (!on_cuda(context)) return ready;
+  for (const jit::Program& program : cuda_programs(problem, direction, cuda_facts(context))) {
+    ready.push_back(text(*cuda::load(program, context.device.index, context.stream).binary));
+  }
+  return ready;
+}
+
+std::vector<std::string> prebuild(int arch, const Attention& attention, Direction direction) {
+  const Device device{DeviceType::kCuda, attention.q.device.index};
+  std::vector<std::string> built;
+  for (const jit::Program& program :
+       cuda_programs(make_problem(attention, device), direction, cuda_facts_of(arch))) {
+    built.push_back(text(jit::get(program)));
+  }
+  return built;
 }
 
 void forward(const Context& context, const Attention& attention, const Tensor& out,

@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "onefold/error.h"
 #include "onefold/tensor.h"
@@ -103,6 +104,16 @@ struct Plan {
 
 // Validates `attention` and tells how it would run.
 Plan plan(const Context& context, const Attention& attention, Direction direction);
+
+// Makes ready what a call needs besides memory, so that it can be captured into a CUDA graph:
+// kernels are compiled and loaded on the device. No tensor is read. Names them, one a line; the CPU
+// has none to make.
+std::vector<std::string> warm_up(const Context& context, const Attention& attention,
+                                 Direction direction);
+
+// Compiles the kernels of a question about tensors on a CUDA device into the cache on disk, for an
+// architecture (900 is compute capability 9.0) that need not be here. No tensor is read.
+std::vector<std::string> prebuild(int arch, const Attention& attention, Direction direction);
 
 // out: (B, Sq, Hq, Dv) or (Tq, Hq, Dv), q's dtype, any strides, overlapping no input.
 // lse (optional): natural log-sum-exp, (B, Hq, Sq) or (Hq, Tq), float32 (float64 when q is).

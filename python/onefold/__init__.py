@@ -18,6 +18,7 @@ from ._api import (
     info,
     merge_states,
     set_num_threads,
+    warmup,
 )
 from ._core import __version__
 from ._sdpa import sdpa
@@ -38,4 +39,5 @@ __all__ = [
     "reference",
     "sdpa",
     "set_num_threads",
+    "warmup",
 ]

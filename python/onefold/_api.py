@@ -51,7 +51,7 @@ def attention(
     return_lse: bool = False,
     out: Any = None,
 ) -> Any:
-    r"""Exact softmax attention of torch tensors or NumPy arrays on the CPU.
+    r"""Exact softmax attention of torch tensors, on the CPU or a CUDA device, or NumPy arrays.
 
     For one query row i of head h, over the visible keys j::
 
@@ -209,6 +209,30 @@ def explain(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> Explanation:
     )
     print(explanation)
     return explanation
+
+
+def warmup(
+    q: Any, k: Any, v: Any, *, backward: bool | None = None, **options: Unpack[Options]
+) -> list[str]:
+    """Makes ready what `attention` with the same arguments needs, so that the call is fast the
+    first time and may be captured into a CUDA graph: kernels are compiled and loaded.
+
+    Kernels depend on dtypes, head dims, alignment and on which options are used, not on lengths,
+    batch or values. One process's work serves the others through the cache (`onefold cache`).
+
+    Args:
+        q, k, v: as in `attention`; no value is read.
+        backward: also the kernels of the gradients; None: when an input requires a gradient.
+        options: the keywords of `attention` that say what is computed.
+
+    Returns:
+        The kernels, one line each; none on the CPU, which has nothing to make ready.
+    """
+    question = front_end(q).prepare(from_options("warmup", q, k, v, options))
+    if backward is None:
+        backward = any(getattr(array, "requires_grad", False) for array in question)
+    ready = _core.warm_up(*question, False)
+    return ready + _core.warm_up(*question, True) if backward else ready
 
 
 def info() -> str:

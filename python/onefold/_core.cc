@@ -6,9 +6,12 @@
 #include <nanobind/nanobind.h>
 
 #include <array>
+#include <functional>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "onefold/attention.h"
 #include "py_arguments.h"
@@ -95,21 +98,25 @@ std::optional<std::int64_t> optional_integer(nb::handle object, const char* name
   return x;
 }
 
-// An int from -2^63 to 2^64 - 1, taken modulo 2^64, or an int64 tensor of one element.
-std::uint64_t read_seed(nb::handle object) {
-  if (object.is_none()) return 0;
+// An int from -2^63 to 2^64 - 1, taken modulo 2^64, or an int64 tensor of one element. That of a
+// device stays there.
+void read_seed(nb::handle object, Attention& a) {
+  if (object.is_none()) return;
   if (PyLong_Check(object.ptr())) {
-    const std::uint64_t seed = PyLong_AsUnsignedLongLongMask(object.ptr());
+    a.seed = PyLong_AsUnsignedLongLongMask(object.ptr());
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
-    return seed;
+    return;
   }
   const Tensor t = tensor_from_python(object, {"seed", "int64"});
   if (t.dtype != DType::kInt64 || t.elements() != 1) {
     invalid("seed has ", t.elements(), " elements of ", name(t.dtype),
             ": an int, or one element of int64, is needed");
   }
-  if (t.device.type != DeviceType::kCpu) unsupported("seed is on a CUDA device: q is on the CPU");
-  return static_cast<std::uint64_t>(*static_cast<const std::int64_t*>(t.data));
+  if (t.device.type != DeviceType::kCpu) {
+    a.seed_tensor = t;
+  } else {
+    a.seed = static_cast<std::uint64_t>(*static_cast<const std::int64_t*>(t.data));
+  }
 }
 
 Causal read_causal(nb::handle object) {
@@ -136,20 +143,48 @@ void check_count(const nb::args& args, std::size_t more, const char* function) {
       concat(function, " takes ", want, " positional arguments, not ", args.size()).c_str());
 }
 
+// Memory of the framework that owns `like`, whose pool gives it and takes it back in the order of
+// the current stream. The GIL is not held where C++ asks for it and lets go of it.
+std::shared_ptr<void> framework_memory(nb::handle allocate, nb::handle like, std::size_t bytes) {
+  const nb::gil_scoped_acquire acquire;
+  auto* owner = new nb::object(allocate(like, bytes));
+  const std::shared_ptr<nb::object> kept(owner, [](nb::object* object) {
+    const nb::gil_scoped_acquire again;
+    delete object;
+  });
+  return {kept, reinterpret_cast<void*>(nb::cast<std::uintptr_t>(owner->attr("data_ptr")()))};
+}
+
+// Where a call on `like` runs. `at` is where args names the stream (an int) and the allocator
+// (called with `like` and a number of bytes); None for both on the CPU.
+Context context_of(const nb::args& args, std::size_t at, const Tensor& tensor, nb::handle like) {
+  Context context;
+  if (tensor.device.type == DeviceType::kCpu) return context;
+  context.device = tensor.device;
+  if (args[at].is_none()) return context;
+  context.stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(args[at]));
+  context.allocate = [allocate = nb::handle(args[at + 1]), like](std::size_t bytes) {
+    return framework_memory(allocate, like, bytes);
+  };
+  return context;
+}
+
 // ---- the calls ----
 
 void call_forward(const nb::args& args) {
-  check_count(args, 2, "forward");
+  check_count(args, 4, "forward");
   const Attention attention = read_attention(args, 0);
   const Tensor out = tensor_from_python(args[kNumArguments], output("out"));
   const std::optional<Tensor> lse = optional_tensor(args[kNumArguments + 1], output("lse"));
+  const Context context = context_of(args, kNumArguments + 2, attention.q, args[0]);
   nb::gil_scoped_release release;
-  forward({}, attention, out, lse);
+  forward(context, attention, out, lse);
 }
 
-// dout, dlse, the arguments, out, lse, then the six gradients to write, None where not wanted.
+// dout, dlse, the arguments, out, lse, the six gradients to write, None where not wanted, then
+// stream and allocator.
 void call_backward(const nb::args& args) {
-  check_count(args, 10, "backward");
+  check_count(args, 12, "backward");
   const std::optional<Tensor> dout = optional_tensor(args[0], {"dout"});
   const std::optional<Tensor> dlse = optional_tensor(args[1], {"dlse"});
   const Attention attention = read_attention(args, 2);
@@ -163,17 +198,56 @@ void call_backward(const nb::args& args) {
   gradients.dbias = optional_tensor(args[next++], output("dbias"));
   gradients.dslopes = optional_tensor(args[next++], output("dslopes"));
   gradients.dsinks = optional_tensor(args[next++], output("dsinks"));
+  const Context context = context_of(args, next, attention.q, args[2]);
   nb::gil_scoped_release release;
-  backward({}, attention, out, lse, dout, dlse, gradients);
+  backward(context, attention, out, lse, dout, dlse, gradients);
+}
+
+Direction direction(nb::handle is_backward) {
+  return nb::cast<bool>(is_backward) ? Direction::kBackward : Direction::kForward;
 }
 
 nb::tuple call_plan(const nb::args& args) {
   check_count(args, 1, "plan");
   const Attention attention = read_attention(args, 0);
-  const bool is_backward = nb::cast<bool>(args[kNumArguments]);
-  const Plan p = plan({}, attention, is_backward ? Direction::kBackward : Direction::kForward);
+  Context context;
+  context.device = attention.q.device;
+  const Plan p = plan(context, attention, direction(args[kNumArguments]));
   return nb::make_tuple(nb::str(p.backend.c_str()), nb::str(p.kernel.c_str()), p.work_items,
                         p.workspace_bytes, nb::str(p.why.c_str()));
+}
+
+nb::list to_python(const std::vector<std::string>& lines) {
+  nb::list list;
+  for (const std::string& line : lines) list.append(nb::str(line.c_str()));
+  return list;
+}
+
+nb::list call_warm_up(const nb::args& args) {
+  check_count(args, 1, "warm_up");
+  const Attention attention = read_attention(args, 0);
+  Context context;
+  context.device = attention.q.device;
+  std::vector<std::string> ready;
+  {
+    const Direction which = direction(args[kNumArguments]);
+    nb::gil_scoped_release release;
+    ready = warm_up(context, attention, which);
+  }
+  return to_python(ready);
+}
+
+nb::list call_prebuild(const nb::args& args) {
+  check_count(args, 2, "prebuild");
+  const Attention attention = read_attention(args, 0);
+  std::vector<std::string> built;
+  {
+    const Direction which = direction(args[kNumArguments]);
+    const int arch = nb::cast<int>(args[kNumArguments + 1]);
+    nb::gil_scoped_release release;
+    built = prebuild(arch, attention, which);
+  }
+  return to_python(built);
 }
 
 void call_merge_states(nb::handle outs, nb::handle lses, nb::handle out, nb::handle lse) {
@@ -229,7 +303,7 @@ Attention read_attention(const nb::args& args, std::size_t first) {
   a.cu_seqlens_k = indices(kCuK);
   a.seqused_q = indices(kUsedQ);
   a.seqused_k = indices(kUsedK);
-  a.seed = read_seed(at(kSeed));
+  read_seed(at(kSeed), a);
   a.scale = optional_number(at(kScale), "scale");
   a.causal = read_causal(at(kCausal));
   a.window_left = integer(kLeft);
@@ -250,6 +324,8 @@ NB_MODULE(_core, m) {
   m.def("forward", &call_forward);
   m.def("backward", &call_backward);
   m.def("plan", &call_plan);
+  m.def("warm_up", &call_warm_up);
+  m.def("prebuild", &call_prebuild);
   m.def("merge_states", &call_merge_states);
   m.def("set_num_threads", [](int count) { onefold::set_num_threads(count); });
   m.def("num_threads", [] { return onefold::num_threads(); });

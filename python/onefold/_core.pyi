@@ -1,4 +1,4 @@
-"""The compiled module. Arrays are torch tensors on the CPU or NumPy arrays; outputs are written.
+"""The compiled module. Arrays are torch tensors or NumPy arrays; outputs are written.
 
 `question` is always the same twenty positional arguments (onefold._options.NAMES):
 
@@ -6,6 +6,10 @@
     seed (int or one element of int64), scale (float or None),
     causal ("none", "bottom_right", "top_left"), window_left, window_right, softcap, dropout_p,
     max_seqlen_q, max_seqlen_k
+
+On a CUDA device `stream` is the handle of the stream to use, an int, and `allocate(q, bytes)` gives
+an array with that much memory, which is dropped when the stream has been told all; None and None
+on the CPU.
 """
 
 from typing import Any
@@ -16,14 +20,21 @@ reference_sources: tuple[str, ...]
 # Shape and row-major float64 data.
 _Array = tuple[tuple[int, ...], bytearray]
 
-def forward(*question_out_lse: Any) -> None:
-    """question, out, lse (None if not wanted)."""
+def forward(*question_out_lse_stream_allocate: Any) -> None:
+    """question, out, lse (None if not wanted), stream, allocate."""
 
-def backward(*dout_dlse_question_out_lse_gradients: Any) -> None:
-    """dout, dlse, question, out, lse, dq, dk, dv, dbias, dslopes, dsinks (None if not wanted)."""
+def backward(*dout_dlse_question_out_lse_gradients_stream_allocate: Any) -> None:
+    """dout, dlse, question, out, lse, dq, dk, dv, dbias, dslopes, dsinks (None if not wanted),
+    stream, allocate."""
 
 def plan(*question_is_backward: Any) -> tuple[str, str, int, int, str]:
     """question, is_backward -> backend, kernel, work items, workspace bytes, why."""
+
+def warm_up(*question_is_backward: Any) -> list[str]:
+    """Compiles and loads what the question needs on q's device; tells the kernels."""
+
+def prebuild(*question_is_backward_arch: Any) -> list[str]:
+    """Compiles what the question needs on a device of `arch` (900); tells the kernels."""
 
 def merge_states(outs: Any, lses: Any, out: Any, lse: Any) -> None:
     """outs (N, R, D), lses (N, R) into out (R, D), lse (R,)."""

@@ -51,7 +51,7 @@ def attention(question: Arguments, deterministic: bool | None, return_lse: bool,
     else:
         _check_array("out", out)
     lse = np.empty(lse_shape(q.shape), dtype=lse_dtype(q.dtype)) if return_lse else None
-    _core.forward(*ready, out, lse)
+    _core.forward(*ready, out, lse, None, None)
     return (out, lse) if return_lse else out
 
 

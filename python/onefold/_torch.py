@@ -40,35 +40,61 @@ _FORWARD_MODE = (
 
 
 def prepare(question: Arguments) -> Arguments:
-    """Checks types and devices, makes tensors of index lists, follows autocast, draws a seed."""
+    """Checks types and devices, brings indices and the seed to q, follows autocast, draws a seed."""
     ready = list(question)
-    for i in INDEX_ARRAYS:
-        if isinstance(ready[i], (list, tuple)):
-            indices = index_list(NAMES[i], ready[i])
-            ready[i] = torch.tensor(indices, dtype=torch.int64, device=ready[0].device)
+    q = ready[0]
     for i in range(NUM_ARRAYS):
-        if ready[i] is not None or i < 3:
+        if ready[i] is not None:
+            if i in INDEX_ARRAYS:
+                ready[i] = _beside(q, NAMES[i], ready[i])
             _check_tensor(NAMES[i], ready[i])
-    if torch.is_autocast_enabled("cpu"):
-        _autocast(ready)
-    if ready[SEED] is None and ready[DROPOUT_P] > 0:
-        ready[SEED] = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=ready[0].device)
+        elif i < 3:
+            _check_tensor(NAMES[i], None)
+    device_type = "cuda" if q.is_cuda else "cpu"
+    if torch.is_autocast_enabled(device_type):
+        _autocast(ready, device_type)
+    if ready[SEED] is not None:
+        ready[SEED] = _beside(q, NAMES[SEED], ready[SEED])
+    elif ready[DROPOUT_P] > 0:
+        ready[SEED] = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
     return tuple(ready)
+
+
+def _beside(q: Tensor, name: str, given: Any) -> Any:
+    """A list of indices, or a tensor of indices or of the seed, as a tensor on q's device."""
+    if isinstance(given, (list, tuple)):
+        _refuse_copy_in_capture(q, name, "a list")
+        return torch.tensor(index_list(name, given), dtype=torch.int64, device=q.device)
+    if isinstance(given, Tensor) and given.device != q.device:
+        _refuse_copy_in_capture(q, name, f"on {given.device}")
+        return given.to(q.device)
+    return given
+
+
+def _refuse_copy_in_capture(q: Tensor, name: str, what: str) -> None:
+    """A copy from the host would put this call's values into every replay."""
+    if torch.compiler.is_compiling() or not q.is_cuda:
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"{name} is {what} while a CUDA graph is captured: a tensor on {q.device}, made before "
+            "the capture, is needed"
+        )
 
 
 def _check_tensor(name: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
         raise type_error(name, tensor, "a torch.Tensor, as q is one,")
-    if not tensor.is_cpu:
+    if not (tensor.is_cpu or tensor.is_cuda):
         raise NotImplementedError(
-            f"{name} is on {tensor.device}: this version computes on the CPU only, so move it "
-            "there with .cpu()"
+            f"{name} is on {tensor.device}: this version computes on the CPU and on CUDA devices, "
+            "so move it there"
         )
 
 
-def _autocast(ready: list[Any]) -> None:
+def _autocast(ready: list[Any], device_type: str) -> None:
     """q, k and v in autocast's dtype, as torch's own attention casts them; float64 stays."""
-    dtype = torch.get_autocast_dtype("cpu")
+    dtype = torch.get_autocast_dtype(device_type)
     for i in range(3):
         if ready[i].is_floating_point() and ready[i].dtype != torch.float64:
             ready[i] = ready[i].to(dtype)

@@ -40,9 +40,29 @@ def _resolved(question: Sequence[Any]) -> list[Any]:
     """The arguments as memory describes them: a lazily negated view is negated."""
     ready = list(question)
     for i in range(NUM_ARRAYS):
-        if ready[i] is not None:
+        if ready[i] is not None and ready[i].is_neg():
             ready[i] = ready[i].resolve_neg()
     return ready
+
+
+def _out_like(q: Tensor, v: Tensor) -> Tensor:
+    """(..., Hq, Dv), contiguous."""
+    if q.shape[-1] == v.shape[-1]:
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def _place(q: Tensor) -> tuple[Any, Any]:
+    """The last two arguments of a call in `_core`: torch's current stream there, and its pool."""
+    if q.is_cuda:
+        return torch._C._cuda_getCurrentRawStream(q.get_device()), _workspace
+    return None, None
+
+
+def _workspace(q: Tensor, size_bytes: int) -> Tensor:
+    """Of the caching allocator, so that a captured graph owns it; free again, in the order of the
+    stream, when the call returns."""
+    return q.new_empty(size_bytes, dtype=torch.uint8)
 
 
 def _lse_like(q: Tensor) -> Tensor:
@@ -53,17 +73,17 @@ def _lse_like(q: Tensor) -> Tensor:
 
 
 def launch_forward(*question: Any, want_lse: bool = True) -> tuple[Tensor, Tensor | None]:
-    q, v = question[0], question[2]
-    out = q.new_empty((*q.shape[:-1], *v.shape[-1:]))
+    q = question[0]
+    out = _out_like(q, question[2])
     lse = _lse_like(q) if want_lse else None
-    _core.forward(*_resolved(question), out, lse)
+    _core.forward(*_resolved(question), out, lse, *_place(q))
     return out, lse
 
 
 def launch_forward_into(*question_into: Any) -> Tensor:
     *question, into = question_into
     lse = _lse_like(question[0])
-    _core.forward(*_resolved(question), into, lse)
+    _core.forward(*_resolved(question), into, lse, *_place(question[0]))
     return lse
 
 
@@ -75,12 +95,15 @@ def launch_backward(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> lis
         for i, need in zip(DIFFERENTIABLE, needs, strict=True)
     ]
     cotangents = [None if t is None else t.resolve_neg() for t in (dout, dlse)]
-    _core.backward(*cotangents, *_resolved(question), out, lse, *gradients)
+    place = _place(question[0])
+    _core.backward(*cotangents, *_resolved(question), out, lse, *gradients, *place)
     return gradients
 
 
 def launch_merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """outs (N, ..., D), lses (N, ...)."""
+    if outs.is_cuda:
+        return _merged(outs, lses)
     out = outs.new_empty(outs.shape[1:])
     lse = lses.new_empty(lses.shape[1:])
     parts, rows, head_dim = outs.shape[0], lse.numel(), outs.shape[-1]
@@ -91,6 +114,19 @@ def launch_merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         lse.view(rows),
     )
     return out, lse
+
+
+def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as torch operations: parts are few, and a device moves them once either way."""
+    if outs.device != lses.device:
+        raise ValueError(f"lses is on {lses.device}: outs is on {outs.device}, so move it there")
+    if lses.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"lses is {lses.dtype}: float32 or float64 is needed")
+    lse = torch.logsumexp(lses, 0)
+    empty = lses == -torch.inf  # whatever such a part holds, it changes nothing
+    share = torch.exp(lses - lse).masked_fill(empty, 0.0).unsqueeze(-1)
+    parts = outs.to(lses.dtype).masked_fill(empty.unsqueeze(-1), 0.0)
+    return (share * parts).sum(0).to(outs.dtype), lse
 
 
 # ---- operators ----
@@ -110,12 +146,13 @@ _define(
 )
 _define("merge_states", "(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)")
 
-torch.library.impl("onefold::forward", "CPU")(launch_forward)
-torch.library.impl("onefold::forward_into", "CPU")(launch_forward_into)
-torch.library.impl("onefold::merge_states", "CPU")(launch_merge_states)
+_DEVICES = ("cpu", "cuda")
+torch.library.impl("onefold::forward", _DEVICES)(launch_forward)
+torch.library.impl("onefold::forward_into", _DEVICES)(launch_forward_into)
+torch.library.impl("onefold::merge_states", _DEVICES)(launch_merge_states)
 
 
-@torch.library.impl("onefold::backward", "CPU")
+@torch.library.impl("onefold::backward", _DEVICES)
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     empty = [g if g is not None else args[2].new_empty(0) for g in launch_backward(*args)]
     return tuple(empty)
@@ -123,8 +160,7 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 @torch.library.register_fake("onefold::forward")
 def _forward_fake(*question: Any) -> tuple[Tensor, Tensor]:
-    q, v = question[0], question[2]
-    return q.new_empty((*q.shape[:-1], *v.shape[-1:])), _lse_like(q)
+    return _out_like(question[0], question[2]), _lse_like(question[0])
 
 
 @torch.library.register_fake("onefold::forward_into")
@@ -149,17 +185,17 @@ def _merge_states_fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 # ---- which of the two ----
 
 
-def traced(*tensors: Tensor | None) -> bool:
+def traced(tensors: Sequence[Tensor | None]) -> bool:
     """Whether something other than eager execution looks at the call, so that it needs operators:
     a compiler, an exporter, a dispatch mode, or a tensor that is more than its memory."""
     if torch.compiler.is_compiling():
         return True
     if torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None:
         return True
-    return any(
-        t is not None and type(t) is not Tensor and type(t) is not torch.nn.Parameter
-        for t in tensors
-    )
+    for t in tensors:  # a generator in any() would cost a microsecond
+        if t is not None and type(t) is not Tensor and type(t) is not torch.nn.Parameter:
+            return True
+    return False
 
 
 def _seed_tensor(question: Sequence[Any]) -> list[Any]:
@@ -171,13 +207,13 @@ def _seed_tensor(question: Sequence[Any]) -> list[Any]:
 
 
 def forward(question: Sequence[Any], want_lse: bool = True) -> tuple[Tensor, Tensor | None]:
-    if traced(*question[:NUM_ARRAYS]):
+    if traced(question[:NUM_ARRAYS]):
         return torch.ops.onefold.forward(*_seed_tensor(question))
     return launch_forward(*question, want_lse=want_lse)
 
 
 def forward_into(question: Sequence[Any], out: Tensor) -> Tensor:
-    if traced(*question[:NUM_ARRAYS], out):
+    if traced((*question[:NUM_ARRAYS], out)):
         return torch.ops.onefold.forward_into(*_seed_tensor(question), out)
     lse = launch_forward_into(*question, out)
     torch.autograd.graph.increment_version(out)
@@ -193,7 +229,7 @@ def backward(
     deterministic: bool,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    if traced(dout, dlse, out, lse, *question[:NUM_ARRAYS]):
+    if traced((dout, dlse, out, lse, *question[:NUM_ARRAYS])):
         gradients = torch.ops.onefold.backward(
             dout, dlse, *_seed_tensor(question), out, lse, deterministic, list(needs)
         )
@@ -202,6 +238,6 @@ def backward(
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    if traced(outs, lses):
+    if traced((outs, lses)):
         return torch.ops.onefold.merge_states(outs, lses)
     return launch_merge_states(outs, lses)

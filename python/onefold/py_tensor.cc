@@ -98,7 +98,7 @@ bool read_dtype(dlpack::DataType dtype, DType& out) {
       name, " is a ", type_text(object), " on device ", text_of(device), " with layout ",
       text_of(layout),
       " and gives no memory address (sparse, or wrapped by a transform such as vmap): a dense "
-      "tensor on the CPU is needed");
+      "tensor on the CPU or a CUDA device is needed");
 }
 
 Tensor from_exchange(nb::handle object, const dlpack::ExchangeTable& table,
@@ -140,8 +140,11 @@ Tensor from_attributes(nb::handle object, const Expected& expected) {
   const nb::object shape = object.attr("shape");
   Tensor t = with_rank(name, static_cast<std::int64_t>(nb::len(shape)));
   if (!read_dtype(dtype_text(object), t.dtype)) refuse_dtype(object, expected);
-  if (text_of(object.attr("device").attr("type")) != "cpu") refuse_memory(object, name);
+  const nb::object device = object.attr("device");
+  const std::string where = text_of(device.attr("type"));
+  if (where != "cpu" && where != "cuda") refuse_memory(object, name);
   try {
+    if (where == "cuda") t.device = {DeviceType::kCuda, nb::cast<int>(device.attr("index"))};
     const nb::object stride = object.attr("stride")();
     for (int axis = 0; axis < t.rank; ++axis) {
       t.shape[axis] = nb::cast<std::int64_t>(shape[axis]);

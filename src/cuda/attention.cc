@@ -102,6 +102,8 @@ const Kernel& kernel_of(const Spec& spec, int device, void* stream) {
   return kernels.of(spec, device, stream);
 }
 
+kernels::MaskClassesSpec mask_classes_of(const ForwardPlan& plan) { return {plan.spec.arch}; }
+
 // Classifies the tiles of the mask into `words`, and tells the kernels where to look.
 void classify_mask(const Problem& p, const ForwardPlan& plan, ProblemView& v, void* stream,
                    u32* words) {
@@ -123,8 +125,7 @@ void classify_mask(const Problem& p, const ForwardPlan& plan, ProblemView& v, vo
   v.mask_classes.batch = g.extent[0] == 1 ? 0 : per_head * g.extent[1];
   v.mask_classes.one_key = g.extent[3] == 1;
   if (plan.mask_blocks == 0) return;  // no keys, so no tile to look up
-  const Kernel& kernel =
-      kernel_of(kernels::MaskClassesSpec{plan.spec.arch}, p.device.index, stream);
+  const Kernel& kernel = kernel_of(mask_classes_of(plan), p.device.index, stream);
   LaunchShape shape;
   shape.grid.x = static_cast<unsigned>(plan.mask_blocks);
   shape.block.x = kernels::kMaskClassesThreads;
@@ -132,6 +133,14 @@ void classify_mask(const Problem& p, const ForwardPlan& plan, ProblemView& v, vo
 }
 
 }  // namespace
+
+std::vector<jit::Program> programs(const Problem& p, const ForwardPlan& plan) {
+  std::vector<jit::Program> all;
+  if (plan.blocks == 0) return all;
+  if (p.mask && plan.mask_blocks > 0) all.push_back(program(mask_classes_of(plan)));
+  all.push_back(program(plan.spec));
+  return all;
+}
 
 void run_forward(const Problem& p, const ForwardPlan& plan, const ForwardTensors& t, void* stream,
                  void* workspace) {

@@ -5,11 +5,16 @@
 // specs and launch.h.
 #pragma once
 
+#include <vector>
+
 #include "core/problem.h"
 #include "cuda/launch.h"
 #include "kernels/forward_spec.h"
 
 namespace onefold::cuda {
+
+// What run_forward launches.
+std::vector<jit::Program> programs(const Problem& problem, const kernels::ForwardPlan& plan);
 
 void run_forward(const Problem& problem, const kernels::ForwardPlan& plan,
                  const ForwardTensors& tensors, void* stream, void* workspace);

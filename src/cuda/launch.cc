@@ -76,8 +76,9 @@ const Kernel& load(const jit::Program& program, int device, void* stream) {
   if (capturing(device, stream)) {
     throw Error(ErrorKind::kRuntime,
                 concat("program ", program.name, " is not ready on device ", device,
-                       " while a CUDA graph is captured: make the same call once before the "
-                       "capture, nothing is compiled or loaded inside"));
+                       " while a CUDA graph is captured, and nothing is compiled or loaded "
+                       "inside: warm up before the capture (onefold::warm_up, in Python "
+                       "onefold.warmup), or make the same call once"));
   }
   const jit::Binary& binary = jit::get(program);
   load(binary, device);

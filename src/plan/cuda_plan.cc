@@ -125,6 +125,22 @@ Features features_of(const Problem& p) {
 
 }  // namespace
 
+CudaFacts cuda_facts_of(int arch) {
+  // CUDA C++ programming guide, "Technical specifications per compute capability": KiB of shared
+  // memory per multiprocessor; a block may have all but one.
+  constexpr struct {
+    int arch, shared_kib;
+  } kKnown[] = {{800, 164}, {860, 100},  {870, 164},  {890, 100},  {900, 228},
+                {1000, 228}, {1030, 228}, {1100, 228}, {1200, 100}, {1210, 100}};
+  std::string known;
+  for (const auto& row : kKnown) {
+    const auto kib = static_cast<std::size_t>(row.shared_kib);
+    if (row.arch == arch) return {arch, 0, (kib - 1) << 10, kib << 10};
+    known += concat(known.empty() ? "" : ", ", row.arch / 10);
+  }
+  unsupported("arch is ", arch / 10, ": one of ", known, " is needed");
+}
+
 ForwardPlan plan_cuda_forward(const Problem& p, const ForwardTensors& t, const CudaFacts& facts) {
   check_supported(p, facts);
   ForwardPlan plan;
@@ -172,6 +188,13 @@ std::string describe_reasons(const Problem& p, const ForwardPlan& plan, const Cu
        facts.arch / 10 % 10, ", ", facts.num_sms, " multiprocessors");
   line("tile ", spec.tile_q, " queries x ", spec.tile_k, " keys, ", spec.warps, " warps, ",
        spec.shared_bytes(), " bytes of shared memory");
+  line("portable kernel: the same text for every device with tensor cores; there is no other yet");
+  if (spec.element == Element::kFloat32) {
+    line("float32: every product is three of tf32 parts, to keep float32's accuracy; float16 and",
+         " bfloat16 take one");
+  } else if (spec.features != Features{}) {
+    line("softcap, slopes, bias, mask or dropout: smaller tiles, which leave registers for them");
+  }
   if (!spec.aligned) {
     line("rows of q, k, v or out are not whole multiples of 16 bytes, or their last stride is not",
          " 1: copied element by element, which is slower");

@@ -20,6 +20,9 @@ struct CudaFacts {
   std::size_t shared_bytes_per_sm = 0;  // and all blocks of a multiprocessor together
 };
 
+// Of the devices of an architecture, for compiling without one; their multiprocessors are unknown.
+CudaFacts cuda_facts_of(int arch);
+
 // Throws Error for what no kernel does.
 kernels::ForwardPlan plan_cuda_forward(const Problem& problem, const ForwardTensors& tensors,
                                        const CudaFacts& facts);

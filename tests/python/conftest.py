@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import gates
 import pytest
 
 
@@ -26,7 +27,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def devices() -> list[str]:
     """Where onefold computes on this machine."""
-    return ["cpu"]
+    import torch
+
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 @pytest.fixture(params=devices())
@@ -38,6 +41,8 @@ def device(request: pytest.FixtureRequest) -> str:
 def dtype(request: pytest.FixtureRequest):
     import torch
 
+    if "device" in request.fixturenames and request.param == "float64":
+        gates.skip_unless_it_computes(torch.float64, 0, request.getfixturevalue("device"))
     return getattr(torch, request.param)
 
 

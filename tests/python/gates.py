@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -116,11 +117,25 @@ class Found:
 
 
 def moved(x: Any, device: str) -> Any:
-    return x.to(device) if isinstance(x, Tensor) else x
+    """The same on a device: strides, and what surrounds a view in its memory, included."""
+    if not isinstance(x, Tensor) or device == "cpu":
+        return x
+    x = x.detach()
+    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+    return whole.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def skip_unless_it_computes(dtype: torch.dtype, head_dim: int, device: str) -> None:
+    """Skips the test for what is refused on a device; test_cuda.py holds it to the refusals."""
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("float64 is refused on CUDA")
+    if device == "cuda" and head_dim > 256:
+        pytest.skip("head dims above 256 are refused on CUDA")
 
 
 def run(case: Case, device: str = "cpu", backward: bool = True, **more: Any) -> Found:
     """Calls `onefold.attention`, with gradients of every input when the case has cotangents."""
+    skip_unless_it_computes(case.dtype, max(case.q.shape[-1], case.v.shape[-1]), device)
     options = {name: moved(x, device) for name, x in case.options.items()} | more
     arrays = {name: moved(x, device).detach() for name, x in case.inputs.items()}
     backward = backward and (case.dout is not None or case.dlse is not None)
@@ -333,8 +348,8 @@ class Arithmetic:
 
 
 def arithmetic(case: Case, device: str) -> Arithmetic:
-    if device != "cpu":
-        raise NotImplementedError(f"the bounds of {device} are not written down yet")
+    if device == "cuda":  # tensor cores truncate their sums: twice the roundoff
+        return Arithmetic(2.0**-23, lanes=64, exp2=2.0**-22, flushed=2.0**-126)
     if case.dtype == torch.float64:
         return Arithmetic(2.0**-53, lanes=24, exp2=2.2e-16, flushed=2.0**-1022)
     return Arithmetic(2.0**-24, lanes=48, exp2=1.8e-7, flushed=2.0**-126)
@@ -345,6 +360,8 @@ def sizes(case: Case, device: str = "cpu") -> dict[str, float]:
     are summed along head_dim, the reference is an integer (rescaling is exact, and up to one above
     the maximum), sums over keys start afresh in each key tile, P stays in the accumulators' dtype.
     """
+    if device == "cuda":
+        return tensor_core_sizes(case)
     a = arithmetic(case, device)
     u, options = a.u, case.options
     keys = case.longest_keys
@@ -373,7 +390,34 @@ def sizes(case: Case, device: str = "cpu") -> dict[str, float]:
     }
 
 
+def tensor_core_sizes(case: Case) -> dict[str, float]:
+    """The same of the CUDA kernels, both directions: tensor cores truncate, so that a sum errs by
+    twice the roundoff; weights are stored in 16 bits, or float32 products in three parts good to
+    2^-21; the reference moves at most 16 times, by an inexact factor.
+    """
+    u = 2.0**-24
+    split = 2.0**-21 if case.dtype == torch.float32 else 0.0
+    weight = split or UNIT[case.dtype]
+    keys = case.longest_keys
+    rows = case.q.shape[0] * (case.q.shape[1] if case.q.dim() == 4 else 1) * case.q.shape[-2]
+    product = gamma(max(case.q.shape[-1], case.v.shape[-1]) + 2, 2 * u) + split
+    return {
+        "score": product,
+        "added": 8 * u,
+        "exponent": 2 * u,
+        "weight": (16 + 5 * min(keys / 16 + 1, 16)) * u,
+        "sum": 2 * gamma(keys, 2 * u) + weight + split + 6 * u,
+        "underflow": 2.0**-25 if case.dtype == torch.float16 else 2.0**-126,
+        "out": UNIT[case.dtype],
+        "lse": 4 * u,
+        "product": product,
+        "accumulate": gamma(max(rows, keys), 2 * u) + weight + split + 4 * u,
+    }
+
+
 def backward_sizes(case: Case, device: str = "cpu") -> dict[str, float]:
+    if device == "cuda":
+        return tensor_core_sizes(case)
     a = arithmetic(case, device)
     u = a.u
     keys, tile = case.longest_keys, a.key_tile

@@ -310,7 +310,7 @@ def test_a_torch_without_the_exchange_table_gives_the_same_bits(dtype):
         out = torch.empty(2, 3, 4, 3, dtype=dtype)
         arrays = (q, k, v, None, mask, None, None, None, None, None, lengths, None)
         wrapped = [None if a is None else wrap(a) for a in arrays]
-        _core.forward(*wrapped, *options, wrap(out), None)
+        _core.forward(*wrapped, *options, wrap(out), None, None, None)
         return out
 
     assert torch.equal(call(Attributes), call(lambda x: x))
@@ -447,8 +447,8 @@ DOUBLE = torch.zeros(2, 3, 4, 4, dtype=torch.float64)
         ({"q": DOUBLE.to(torch.complex64)}, ValueError, "dtype of q is complex64: float32"),
         ({"q": DOUBLE.to(torch.float8_e4m3fn)}, ValueError, "dtype of q is float8_e4m3fn: float32"),
         ({"q": DOUBLE.int()}, ValueError, "q is int32: float32"),
-        ({"q": DOUBLE.to("meta")}, NotImplementedError, "q is on meta: .* CPU only"),
-        ({"k": DOUBLE.to("meta")}, NotImplementedError, "k is on meta: .* CPU only"),
+        ({"q": DOUBLE.to("meta")}, NotImplementedError, "q is on meta: .* the CPU and on CUDA"),
+        ({"k": DOUBLE.to("meta")}, NotImplementedError, "k is on meta: .* the CPU and on CUDA"),
         ({"q": DOUBLE.float().to_sparse()}, NotImplementedError, "q is a Tensor .*sparse_coo"),
         ({"k": 3}, TypeError, "k is a int: a torch.Tensor, as q is one, is needed"),
         ({"v": None}, TypeError, "v is a NoneType: a torch.Tensor, as q is one"),
