@@ -140,7 +140,9 @@ def sanitizer(args: argparse.Namespace) -> Iterator[Record]:
     run(*small, "--compile")  # outside of the tool, which slows the compiler down too
     for tool in SANITIZER_TOOLS:
         status, text = run("compute-sanitizer", "--tool", tool, "--error-exitcode", 9, *small)
-        summary = [line for line in text.splitlines() if "ERROR SUMMARY" in line or "cases," in line]
+        summary = [
+            line for line in text.splitlines() if "ERROR SUMMARY" in line or "cases," in line
+        ]
         yield {"kind": "sanitizer", "tool": tool, "ok": status == 0, "summary": "; ".join(summary)}
 
 

@@ -1,4 +1,4 @@
-"""A priori error bounds of the CPU backend, from the oracle's terms.
+"""A priori error bounds of both backends, from the oracle's terms.
 
 A bound is the sum over sources of size[source] * term[source]; to that of a gradient its own
 rounding is added (that of out and lse is among their sources).
@@ -20,8 +20,12 @@ def gamma(n: int, u: float) -> float:
     return n * u / (1 - n * u) if n < 32 else 6 * math.sqrt(n) * u
 
 
-def sizes(dtype: str, head_dim: int, num_keys: int, num_rows: int) -> dict[str, float]:
+def sizes(
+    dtype: str, head_dim: int, num_keys: int, num_rows: int, device: str = "cpu"
+) -> dict[str, float]:
     """Source -> size, for inputs of `dtype`; num_rows counts the rows that share a key."""
+    if device == "cuda":
+        return _tensor_core_sizes(dtype, head_dim, num_keys, num_rows)
     u = UNIT["float64" if dtype == "float64" else "float32"]
     return {
         "score": gamma(head_dim + 2, u),
@@ -35,4 +39,26 @@ def sizes(dtype: str, head_dim: int, num_keys: int, num_rows: int) -> dict[str, 
         "lse": 3 * u,
         "product": gamma(head_dim + 2, u),
         "accumulate": gamma(max(num_keys, num_rows), u) + 4 * u,
+    }
+
+
+def _tensor_core_sizes(dtype: str, head_dim: int, num_keys: int, num_rows: int) -> dict[str, float]:
+    """Tensor cores truncate, so that a sum errs by twice the roundoff; weights are stored in 16
+    bits, and float32 products are made of three, good to 2^-21; the reference of a row moves at
+    most 16 times, by an inexact factor."""
+    u = UNIT["float32"]
+    split = 2.0**-21 if dtype == "float32" else 0.0
+    weight = split or UNIT[dtype]
+    product = gamma(head_dim + 2, 2 * u) + split
+    return {
+        "score": product,
+        "added": 8 * u,
+        "exponent": 2 * u,
+        "weight": (16 + 5 * min(num_keys / 16 + 1, 16)) * u,
+        "sum": 2 * gamma(num_keys, 2 * u) + weight + split + 6 * u,
+        "underflow": 2.0**-25 if dtype == "float16" else 2.0**-126,
+        "out": UNIT[dtype],
+        "lse": 4 * u,
+        "product": product,
+        "accumulate": gamma(max(num_rows, num_keys), 2 * u) + weight + split + 4 * u,
     }

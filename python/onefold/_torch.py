@@ -40,7 +40,7 @@ _FORWARD_MODE = (
 
 
 def prepare(question: Arguments) -> Arguments:
-    """Checks types and devices, brings indices and the seed to q, follows autocast, draws a seed."""
+    """Checks types, brings indices and seed to q's device, follows autocast, draws a seed."""
     ready = list(question)
     q = ready[0]
     for i in range(NUM_ARRAYS):

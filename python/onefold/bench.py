@@ -1,9 +1,10 @@
-"""`onefold bench`: time and error of attention on the CPU beside what PyTorch has.
+"""`onefold bench`: time and error of attention beside what PyTorch has, on the CPU or a GPU.
 
 Candidates are timed in turn within every round, so that a slow second of the machine hits them all,
-and each round begins with a probe of the float32 multiply-adds that the same threads can do. A line
-holds the median round. GFLOP/s counts useful work: 4 D per visible pair and head forward, 10 D
-backward (the recomputed scores included), whatever a candidate really does.
+and each round begins with a probe of what the machine can do: the float32 multiply-adds of the same
+threads, or the GPU's matrix product. A line holds the median round. FLOP/s counts useful work: 4 D
+per visible pair and head forward, 10 D backward (the recomputed scores included), whatever a
+candidate really does.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onefold import __version__, _core
+from onefold import __version__, _core, bench_cuda
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+
 DTYPES = ("float32", "bfloat16", "float16")
-CANDIDATES = ("onefold", "sdpa", "plain")
+CPU_CANDIDATES = ("onefold", "sdpa", "plain")
+# On a GPU torch has several: FlashAttention-2, cuDNN's, the memory-efficient one.
+CUDA_CANDIDATES = ("onefold", "flash", "cudnn", "efficient")
 ROWS_CHECKED = 16  # the last query rows of head 0, against the float64 oracle
 MIN_SECONDS = 0.02  # a sample repeats a call until it takes this long
 PROBE_SECONDS = 0.03
@@ -35,7 +40,8 @@ PROBE_SECONDS = 0.03
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: self-attention of `batch` x `heads` over `seqlen` positions."""
+    """One problem: self-attention of `batch` x `heads` over `seqlen` positions. On a GPU `threads`
+    is 0."""
 
     direction: str
     causal: bool
@@ -45,6 +51,7 @@ class Case:
     seqlen: int
     head_dim: int
     threads: int
+    device: str = "cpu"
 
     @property
     def flop(self) -> float:
@@ -54,12 +61,21 @@ class Case:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"])
-    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], metavar="D")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
-        "--seqlen", nargs="+", type=int, default=[512, 1024, 2048, 4096], metavar="N"
+        "--dtype", nargs="+", choices=DTYPES, help="default: float32; on a GPU bfloat16"
     )
-    parser.add_argument("--threads", nargs="+", type=int, default=[1], metavar="T")
+    parser.add_argument(
+        "--head-dim", nargs="+", type=int, metavar="D", help="default: 64 128; on a GPU also 256"
+    )
+    parser.add_argument(
+        "--seqlen",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="default: powers of two from 512 to 4096; on a GPU to 16384",
+    )
+    parser.add_argument("--threads", nargs="+", type=int, metavar="T", help="default: 1; CPU only")
     parser.add_argument(
         "--direction",
         nargs="+",
@@ -67,11 +83,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["forward", "backward"],
     )
     parser.add_argument("--mask", nargs="+", choices=("full", "causal"), default=["full", "causal"])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--batch", type=int, help="default: 1; on a GPU what makes 16384 tokens")
+    parser.add_argument("--heads", type=int, help="default: 4; on a GPU 2048 / D")
     parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
     parser.add_argument(
-        "--without", nargs="+", choices=CANDIDATES[1:], default=[], help="leave these out"
+        "--without",
+        nargs="+",
+        choices=sorted({*CPU_CANDIDATES, *CUDA_CANDIDATES} - {"onefold"}),
+        default=[],
+        help="leave these out",
     )
     parser.add_argument(
         "--out", default="bench-out/bench.jsonl", help="JSON lines (default: %(default)s)"
@@ -79,12 +99,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
+    cuda = args.device == "cuda"
+    if cuda and args.threads:
+        raise ValueError("--threads was given with --device cuda: it belongs to the CPU")
     for threads, dtype, direction, mask, head_dim, seqlen in product(
-        args.threads, args.dtype, args.direction, args.mask, args.head_dim, args.seqlen
+        [0] if cuda else args.threads or [1],
+        args.dtype or ["bfloat16" if cuda else "float32"],
+        args.direction,
+        args.mask,
+        args.head_dim or ([64, 128, 256] if cuda else [64, 128]),
+        args.seqlen or [1 << n for n in range(9, 15 if cuda else 13)],
     ):
-        yield Case(
-            direction, mask == "causal", dtype, args.batch, args.heads, seqlen, head_dim, threads
-        )
+        batch = args.batch or (max(1, 16384 // seqlen) if cuda else 1)
+        heads = args.heads or (max(1, 2048 // head_dim) if cuda else 4)
+        causal = mask == "causal"
+        yield Case(direction, causal, dtype, batch, heads, seqlen, head_dim, threads, args.device)
 
 
 # ---- the candidates: (B, S, H, D) in, (B, S, H, D) out ----
@@ -115,9 +144,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
-ATTENTIONS = dict(
-    zip(CANDIDATES, (onefold_attention, sdpa_attention, plain_attention), strict=True)
-)
+ATTENTIONS = {"onefold": onefold_attention, "sdpa": sdpa_attention, "plain": plain_attention}
 
 
 # ---- measuring ----
@@ -137,17 +164,18 @@ def make_inputs(case: Case) -> Inputs:
     generator = torch.Generator().manual_seed(0)
     shape = (case.batch, case.seqlen, case.heads, case.head_dim)
     dtype = getattr(torch, case.dtype)
-    q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
+    q, k, v, dout = (
+        torch.randn(shape, generator=generator).to(dtype).to(case.device) for _ in range(4)
+    )
     for x in (q, k, v):
         x.requires_grad_(case.direction == "backward")
     return Inputs(q, k, v, dout)
 
 
-def make_call(name: str, case: Case, x: Inputs) -> Callable[[], Any]:
+def make_call(attention: Attention, case: Case, x: Inputs) -> Callable[[], Any]:
     """What is timed; its result is out, or (dq, dk, dv)."""
     import torch
 
-    attention = ATTENTIONS[name]
     if case.direction == "forward":
         return lambda: attention(x.q, x.k, x.v, case.causal)
     out = attention(x.q, x.k, x.v, case.causal)
@@ -178,13 +206,14 @@ def error_of(result: Any, case: Case, x: Inputs) -> float:
     rows = slice(max(0, case.seqlen - ROWS_CHECKED), case.seqlen)
     head = (slice(0, 1), slice(None), slice(0, 1))
     part = (slice(0, 1), rows, slice(0, 1))
-    q, k, v = x.q.detach()[part], x.k.detach()[head], x.v.detach()[head]
+    q, k, v = (y.detach().cpu() for y in (x.q[part], x.k[head], x.v[head]))
     if case.direction == "forward":
         got, want = result, onefold.reference.attention(q, k, v, causal=case.causal)[0]
     else:
         got = result[0]
-        want = onefold.reference.gradients(q, k, v, causal=case.causal, dout=x.dout[part]).q
-    return ((got.detach()[part].double() - want).abs().max() / want.abs().max()).item()
+        dout = x.dout[part].cpu()
+        want = onefold.reference.gradients(q, k, v, causal=case.causal, dout=dout).q
+    return ((got.detach()[part].cpu().double() - want).abs().max() / want.abs().max()).item()
 
 
 def measure(case: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
@@ -200,7 +229,7 @@ def measure(case: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
         torch.set_grad_enabled(case.direction == "backward"),
         ThreadPoolExecutor(case.threads) as pool,
     ):
-        calls = {name: make_call(name, case, x) for name in names}
+        calls = {name: make_call(ATTENTIONS[name], case, x) for name in names}
         errors = {name: error_of(call(), case, x) for name, call in calls.items()}
         probes: list[float] = []
         seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -209,19 +238,26 @@ def measure(case: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
             for name in names:
                 seconds[name].append(seconds_of(calls[name]))
     peak = statistics.median(probes)
-    return [
+    return [record_of(name, case, seconds[name], peak, errors[name]) for name in names]
+
+
+def record_of(
+    name: str, case: Case, rounds: list[float], peak: float, error: float
+) -> dict[str, Any]:
+    """One line of the results. `peak` is the probe's FLOP/s."""
+    flops = case.flop / statistics.median(rounds)
+    return (
         {"kind": "bench", "candidate": name}
         | asdict(case)
         | {
-            "seconds": statistics.median(seconds[name]),
-            "rounds": seconds[name],
-            "gflops": case.flop / statistics.median(seconds[name]) / 1e9,
+            "seconds": statistics.median(rounds),
+            "rounds": rounds,
+            "gflops": flops / 1e9,
             "probe_gflops": peak / 1e9,
-            "percent_of_probe": 100 * case.flop / statistics.median(seconds[name]) / peak,
-            "error": errors[name],
+            "percent_of_probe": 100 * flops / peak,
+            "error": error,
         }
-        for name in names
-    ]
+    )
 
 
 # ---- reporting ----
@@ -253,7 +289,7 @@ def speedups(records: list[dict[str, Any]], over: str) -> dict[tuple[str, str], 
         times.setdefault((*key, r["head_dim"], r["seqlen"]), {})[r["candidate"]] = r["seconds"]
     logs: dict[tuple[str, str], list[float]] = {}
     for key, by_name in times.items():
-        if over in by_name:
+        if over in by_name and "onefold" in by_name:
             logs.setdefault(key[:2], []).append(math.log(by_name[over] / by_name["onefold"]))
     return {key: math.exp(statistics.fmean(values)) for key, values in logs.items()}
 
@@ -262,10 +298,11 @@ def group_of(record: dict[str, Any]) -> str:
     """What one table has in common."""
     mask = "causal" if record["causal"] else "full"
     threads = f"{record['threads']} thread{'s' if record['threads'] > 1 else ''}"
-    return f"{record['direction']}, {mask}, {record['dtype']}, {threads}"
+    where = threads if record["device"] == "cpu" else "GPU"
+    return f"{record['direction']}, {mask}, {record['dtype']}, {where}"
 
 
-def make_table(title: str, names: list[str]) -> Any:
+def make_table(title: str, names: list[str], cuda: bool) -> Any:
     """Narrow enough for 80 columns."""
     from rich.box import SIMPLE
     from rich.table import Table
@@ -276,18 +313,24 @@ def make_table(title: str, names: list[str]) -> Any:
     for name in names:
         table.add_column(f"{name}\nms", justify="right")
         if name == "onefold":
-            table.add_column("\nGFLOP/s", justify="right")
-            table.add_column("\n% FMA", justify="right")
+            table.add_column("\nTFLOP/s" if cuda else "\nGFLOP/s", justify="right")
+            table.add_column("\n% GEMM" if cuda else "\n% FMA", justify="right")
         table.add_column("\nerror", justify="right")
     return table
 
 
-def add_row(table: Any, records: list[dict[str, Any]]) -> None:
+def add_row(table: Any, names: list[str], records: list[dict[str, Any]]) -> None:
     cells = [str(records[0]["head_dim"]), str(records[0]["seqlen"])]
-    for r in records:
+    found = {r["candidate"]: r for r in records}
+    for name in names:
+        r = found.get(name)
+        if r is None:  # it does not do this
+            cells += ["-", "-"]
+            continue
         cells.append(f"{1e3 * r['seconds']:.2f}")
-        if r["candidate"] == "onefold":
-            cells += [f"{r['gflops']:.0f}", f"{r['percent_of_probe']:.0f}"]
+        if name == "onefold":
+            speed = r["gflops"] / (1000 if r["device"] == "cuda" else 1)
+            cells += [f"{speed:.0f}", f"{r['percent_of_probe']:.0f}"]
         cells.append(f"{r['error']:.0e}")
     table.add_row(*cells)
 
@@ -298,21 +341,32 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    if args.rounds < 1 or min(args.threads) < 1:
+    if args.rounds < 1 or min(args.threads or [1]) < 1:
         raise ValueError("--rounds and --threads are counts: at least 1 is needed")
-    names = [name for name in CANDIDATES if name not in args.without]
+    cuda = args.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        raise ValueError("--device is cuda: torch sees no CUDA device here")
+    every = CUDA_CANDIDATES if cuda else CPU_CANDIDATES
+    names = [name for name in every if name not in args.without]
     console = Console()
     tables: dict[str, Any] = {}
     todo = list(cases(args))
     before = (torch.get_num_threads(), _core.num_threads())
-    records = []
+    records: list[dict[str, Any]] = []
+    lines = [facts()]
+    if cuda:
+        lines += bench_cuda.device_facts(todo[0].dtype)
+        for line in lines[1:]:
+            console.print(bench_cuda.sentence(line), soft_wrap=True)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=console, transient=True) as progress:
             for case in progress.track(todo, description="bench"):
-                found = measure(case, names, args.rounds)
+                found = (bench_cuda.measure if cuda else measure)(case, names, args.rounds)
                 title = group_of(found[0])
-                add_row(tables.setdefault(title, make_table(title, names)), found)
+                if title not in tables:
+                    tables[title] = make_table(title, names, cuda)
+                add_row(tables[title], names, found)
                 records += found
     finally:
         torch.set_num_threads(before[0])
@@ -330,7 +384,7 @@ def run(args: argparse.Namespace) -> int:
     )
     path = Path(args.out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [facts(), *records]
+    lines += records
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     console.print(f"lines: {path}", soft_wrap=True)
     return 0

@@ -8,10 +8,14 @@ first is written, so an exported folder serves machines that share it or have no
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from onefold import _core
+from onefold import _core, _problems
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     export = actions.add_parser("export", help="copy all kernels to another folder")
     export.add_argument("folder", help="made when it is not there")
+    prebuild = actions.add_parser(
+        "prebuild",
+        help="compile the kernels of a list of problems, for GPUs that need not be here",
+        description=_problems.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    prebuild.add_argument("problems", help="a file of JSON, or - for standard input")
+    prebuild.add_argument(
+        "--arch",
+        nargs="+",
+        type=int,
+        required=True,
+        metavar="CC",
+        help="compute capabilities without the point: 80, 90",
+    )
     actions.add_parser("clear", help="delete all kernels; they are compiled again when needed")
 
 
@@ -63,6 +82,20 @@ def table(entries: list[dict[str, Any]], *, long: bool) -> str:
     return "\n".join(lines)
 
 
+def prebuild(asked: list[_problems.Asked], archs: list[int]) -> set[str]:
+    """Compiles, with as many threads as there are processors; returns the kernels."""
+    calls = [
+        (*problem.question, backward, 10 * arch)
+        for arch in archs
+        for problem in asked
+        for backward in ((False, True) if problem.backward else (False,))
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return {
+            kernel for found in pool.map(lambda c: _core.prebuild(*c), calls) for kernel in found
+        }
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs one action."""
     folders = _core.cache_folders()
@@ -83,6 +116,18 @@ def run(args: argparse.Namespace) -> int:
         except RuntimeError as error:
             raise OSError(str(error)) from None
         print(f"{count} new in {args.folder}: use it with ONEFOLD_CACHE_DIR={args.folder}")
+    elif args.action == "prebuild":
+        text = sys.stdin.read() if args.problems == "-" else Path(args.problems).read_text("utf-8")
+        asked = _problems.read(text)
+        try:
+            before = len(_core.cache_entries())
+            kernels = prebuild(asked, args.arch)
+        except RuntimeError as error:
+            raise OSError(str(error)) from None
+        new = len(_core.cache_entries()) - before
+        for kernel in sorted(kernels):
+            print(kernel)
+        print(f"{len(asked)} problems, {new} new kernels in {folders[0]}")
     elif args.action == "clear":
         count = _core.cache_clear()
         print(f"{count} deleted from {folders[0]}")

@@ -29,8 +29,10 @@ class Case(NamedTuple):
     magnitude: float = 1.0
 
 
-def cases() -> list[Case]:
+def cases(device: str) -> list[Case]:
     import torch
+
+    widest = 256 if device == "cuda" else 257
 
     def slopes(q: Tensor) -> Tensor:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -52,7 +54,7 @@ def cases() -> list[Case]:
         Case("no keys", (1, 5, 0, 2, 2, 16, 16)),
         Case("grouped heads", (1, 50, 49, 6, 2, 24, 40)),
         Case("odd head dims", (1, 19, 37, 2, 1, 1, 3)),
-        Case("wide heads", (1, 17, 33, 1, 1, 192, 257)),
+        Case("wide heads", (1, 17, 33, 1, 1, 192, widest)),
         Case("causal, bottom right", base, lambda q: {"causal": True}),
         Case("causal, top left", (2, 65, 33, 2, 2, 32, 32), lambda q: {"causal": "top_left"}),
         Case("more queries than keys", (2, 65, 33, 2, 2, 32, 32), lambda q: {"causal": True}),
@@ -124,8 +126,8 @@ def bound_of(terms: Tensor, sizes: dict[str, float], dtype: str) -> Tensor:
     return (2 if dtype == "float64" else 1) * total + _bounds.TINY[dtype]
 
 
-def judge(case: Case, dtype: str) -> tuple[float, float]:
-    """The worst fractions of forward and of the gradients."""
+def judge(case: Case, dtype: str, device: str) -> tuple[float, float]:
+    """The worst fractions of forward and of the gradients on a device; the oracle is on the CPU."""
     import torch
 
     import onefold
@@ -143,14 +145,17 @@ def judge(case: Case, dtype: str) -> tuple[float, float]:
     options = case.options(q)
     given: dict[str, Tensor] = {"q": q, "k": k, "v": v}
     given |= {name: options[name] for name in INPUTS[3:] if name in options}
-    for x in given.values():
-        x.requires_grad_()
-    out, lse = onefold.attention(q, k, v, return_lse=True, **options)
+    there = {name: x.to(device).requires_grad_() for name, x in given.items()}
+    moved = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    moved |= {name: there[name] for name in INPUTS[3:] if name in there}
+    out, lse = onefold.attention(*(there[name] for name in INPUTS[:3]), return_lse=True, **moved)
     dlse = torch.randn(lse.shape, generator=generator).to(lse.dtype)
-    dlse[lse.isinf()] = 0
-    found = torch.autograd.grad((out, lse), tuple(given.values()), (dout, dlse))
+    dlse[lse.isinf().cpu()] = 0
+    cotangents = (dout.to(device), dlse.to(device))
+    found = [g.cpu() for g in torch.autograd.grad((out, lse), tuple(there.values()), cotangents)]
+    out, lse = out.cpu(), lse.cpu()
 
-    sizes = _bounds.sizes(dtype, max(d, dv), max(sk, 1), sq * hq * max(batch, 1))
+    sizes = _bounds.sizes(dtype, max(d, dv), max(sk, 1), sq * hq * max(batch, 1), device)
     wide = "float64" if dtype == "float64" else "float32"
     want_out, want_lse = reference.attention(q, k, v, **options)
     terms = reference.forward_terms(q, k, v, **options)
@@ -170,25 +175,34 @@ def judge(case: Case, dtype: str) -> tuple[float, float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: all of the device")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table; 1 when an error is beyond its bound."""
+    import torch
     from rich.console import Console
     from rich.progress import track
     from rich.table import Table
 
+    dtypes = args.dtype or list(DTYPES)
+    if args.device == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("--device is cuda: torch sees no CUDA device here")
+        if "float64" in (args.dtype or []):
+            raise ValueError("--dtype is float64: --device cuda needs float32, bfloat16 or float16")
+        dtypes = [dtype for dtype in dtypes if dtype != "float64"]
     console = Console()
     table = Table(title="largest error as a fraction of its bound: forward / gradients")
     table.add_column("case")
-    for dtype in args.dtype:
+    for dtype in dtypes:
         table.add_column(dtype, justify="right")
     failures = 0
-    for case in track(cases(), description="check", console=console, transient=True):
+    for case in track(cases(args.device), description="check", console=console, transient=True):
         cells = []
-        for dtype in args.dtype:
-            found = judge(case, dtype)
+        for dtype in dtypes:
+            found = judge(case, dtype, args.device)
             bad = max(found) > 1
             failures += bad
             text = f"{found[0]:.2f} / {found[1]:.2f}"

@@ -46,7 +46,9 @@ COMMANDS = {
     "bench": Command("speed and error beside what PyTorch has", bench.add_arguments, bench.run),
     "check": Command("the conformance run on this machine", check.add_arguments, check.run),
     "cache": Command(
-        "list, copy or delete the compiled kernels", cache_cli.add_arguments, cache_cli.run
+        "list, copy, delete the compiled kernels, or compile ahead",
+        cache_cli.add_arguments,
+        cache_cli.run,
     ),
     "plot": Command("draw the picture of a saved run again", plots.add_arguments, plots.run),
 }

@@ -53,12 +53,10 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--steps is {args.steps}: at least 1 is needed")
         if args.seed < 0:
             raise UsageError(f"--seed is {args.seed}: a number from 0 on is needed")
-        if args.device != "cpu":
-            raise UsageError(
-                f"--device is {args.device}: this version of onefold runs on cpu alone"
-            )
+        if args.device not in ("cpu", "cuda"):
+            raise UsageError(f"--device is {args.device}: cpu or cuda is needed")
         picture = plots.picture_path(args.out, plots.DEMO_PICTURE)
-        return demonstrate(args.steps, args.seed, picture)
+        return demonstrate(args.steps, args.seed, picture, args.device)
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "rich", "matplotlib"):
             raise
@@ -71,13 +69,14 @@ def run(args: argparse.Namespace) -> int:
     return 2
 
 
-def demonstrate(steps: int, seed: int, picture: Path) -> int:
+def demonstrate(steps: int, seed: int, picture: Path, device: str) -> int:
     """Does what the module says; returns the exit status."""
     # Read by the OpenMP runtime when PyTorch loads it. By default its idle threads spin for
     # milliseconds, which costs more than a training step when anything else runs on the machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
     import matplotlib  # noqa: F401  missing packages show up before the work, not after it
+    import torch
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -85,27 +84,29 @@ def demonstrate(steps: int, seed: int, picture: Path) -> int:
     from onefold._demo.attentions import ATTENTIONS
     from onefold._demo.transformer import Config
 
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device is cuda: torch sees no CUDA device here")
     console = Console()
     corpus = training.Corpus(training.TEXT.read_text(encoding="ascii"))
     config = Config(vocabulary=len(corpus.alphabet))
     trainees = {
-        name: training.Trainee(config, attention, seed, steps)
+        name: training.Trainee(config, attention, seed, steps, device)
         for name, attention in ATTENTIONS.items()
     }
-    records = [facts(trainees, steps, seed)]
+    records = [facts(trainees, steps, seed, device)]
     console.print(
         f"Jane Austen, Pride and Prejudice: {len(corpus.tokens):,} characters. "
         f"{records[0]['parameters']:,} parameters, {config.layers} layers, "
         f"{config.heads} query and {config.kv_heads} key heads of {config.head_dim}, "
-        f"context {config.context}; fp32, {records[0]['threads']} threads."
+        f"context {config.context}; fp32, {records[0]['where']}."
     )
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         history = train(progress, trainees, corpus, steps, seed)
-        sweep(progress, records)
+        sweep(progress, records, device)
     for step, shown in enumerate(history):
         records.append({"kind": "loss", "step": step} | shown.losses)
-    report_speed(console, records, trainees, history)
+    report_speed(console, records, trainees, history, device)
     passed = report_checks(console, records, trainees, corpus, history)
     report_sample(console, records, trainees["onefold"], corpus, seed)
 
@@ -116,7 +117,7 @@ def demonstrate(steps: int, seed: int, picture: Path) -> int:
     return 0 if passed else 1
 
 
-def facts(trainees: dict[str, Trainee], steps: int, seed: int) -> Record:
+def facts(trainees: dict[str, Trainee], steps: int, seed: int, device: str) -> Record:
     """What a reader of the numbers needs to repeat them."""
     from dataclasses import asdict
 
@@ -133,6 +134,9 @@ def facts(trainees: dict[str, Trainee], steps: int, seed: int) -> Record:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
+        "where": torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"{torch.get_num_threads()} threads",
         "steps": steps,
         "seed": seed,
         "sequences_per_batch": training.SEQUENCES,
@@ -157,22 +161,24 @@ def train(
     return history
 
 
-def sweep(progress: Progress, records: list[Record]) -> None:
+def sweep(progress: Progress, records: list[Record], device: str) -> None:
     """Adds a record for the time and one for the memory of every attention and length."""
     from onefold._demo import sweep as measure
 
     # Work grows with the square of the length, and so does the bar.
-    work = sum(n * n for n in measure.LENGTHS)
+    lengths = measure.LENGTHS[device]
+    work = sum(n * n for n in lengths)
     task = progress.add_task("time", total=work, note="")
-    for seqlen in measure.LENGTHS:
+    for seqlen in lengths:
         progress.update(task, note=f"sequence length {seqlen}")
-        for name, seconds in measure.times(seqlen).items():
+        for name, seconds in measure.times(seqlen, device).items():
             records.append(
                 {"kind": "time", "attention": name, "seqlen": seqlen, "seconds": seconds}
             )
         progress.update(task, advance=seqlen * seqlen)
     task = progress.add_task("memory", total=len(STYLES) * work, note="")
-    for name, seqlen, bytes_needed in measure.peak_memory(measure.LENGTHS):
+    memory = measure.peak_memory_on_gpu if device == "cuda" else measure.peak_memory
+    for name, seqlen, bytes_needed in memory(lengths):
         progress.update(task, note=f"sequence length {seqlen}")
         records.append(
             {"kind": "memory", "attention": name, "seqlen": seqlen, "bytes": bytes_needed}
@@ -181,7 +187,11 @@ def sweep(progress: Progress, records: list[Record]) -> None:
 
 
 def report_speed(
-    console: Console, records: list[Record], trainees: dict[str, Trainee], history: list[Step]
+    console: Console,
+    records: list[Record],
+    trainees: dict[str, Trainee],
+    history: list[Step],
+    device: str,
 ) -> None:
     """A table of final loss, tokens/s, and the ends of the sweep."""
     from rich.table import Table
@@ -189,7 +199,7 @@ def report_speed(
     from onefold._demo import sweep as measure
     from onefold._demo import training
 
-    longest = measure.LENGTHS[-1]
+    longest = measure.LENGTHS[device][-1]
     table = Table()
     table.add_column("attention")
     table.add_column("final loss", justify="right")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
-import gates
 import pytest
+
+import gates
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import onefold
-from onefold import reference
+from onefold import _bounds, reference
 
 FLOATS = {
     "float32": torch.float32,
@@ -391,28 +391,11 @@ def sizes(case: Case, device: str = "cpu") -> dict[str, float]:
 
 
 def tensor_core_sizes(case: Case) -> dict[str, float]:
-    """The same of the CUDA kernels, both directions: tensor cores truncate, so that a sum errs by
-    twice the roundoff; weights are stored in 16 bits, or float32 products in three parts good to
-    2^-21; the reference moves at most 16 times, by an inexact factor.
-    """
-    u = 2.0**-24
-    split = 2.0**-21 if case.dtype == torch.float32 else 0.0
-    weight = split or UNIT[case.dtype]
-    keys = case.longest_keys
+    """The same of the CUDA kernels, both directions."""
     rows = case.q.shape[0] * (case.q.shape[1] if case.q.dim() == 4 else 1) * case.q.shape[-2]
-    product = gamma(max(case.q.shape[-1], case.v.shape[-1]) + 2, 2 * u) + split
-    return {
-        "score": product,
-        "added": 8 * u,
-        "exponent": 2 * u,
-        "weight": (16 + 5 * min(keys / 16 + 1, 16)) * u,
-        "sum": 2 * gamma(keys, 2 * u) + weight + split + 6 * u,
-        "underflow": 2.0**-25 if case.dtype == torch.float16 else 2.0**-126,
-        "out": UNIT[case.dtype],
-        "lse": 4 * u,
-        "product": product,
-        "accumulate": gamma(max(rows, keys), 2 * u) + weight + split + 4 * u,
-    }
+    dim = max(case.q.shape[-1], case.v.shape[-1])
+    dtype = str(case.dtype).removeprefix("torch.")
+    return _bounds.sizes(dtype, dim, case.longest_keys, rows, "cuda")
 
 
 def backward_sizes(case: Case, device: str = "cpu") -> dict[str, float]:

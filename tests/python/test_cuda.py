@@ -316,13 +316,13 @@ def test_a_tensor_on_another_device_is_named(name, option):
         arrays[name] = arrays[name].cpu()
     with pytest.raises(ValueError, match=f"^{name} is on the CPU: the call runs on CUDA device 0"):
         onefold.attention(q, **arrays, **option)
-    with pytest.raises(ValueError, match="^out is on the CPU: the call runs on CUDA device 0"):
+    with pytest.raises(ValueError, match=r"^out is on the CPU: the call runs on CUDA device 0"):
         onefold.attention(q, k, v, out=torch.empty_like(q).cpu())
 
 
 def test_q_on_the_cpu_with_keys_on_the_device_is_refused():
     q, k, v = make_inputs()
-    with pytest.raises(ValueError, match="^k is on CUDA device 0: the call runs on the CPU"):
+    with pytest.raises(ValueError, match=r"^k is on CUDA device 0: the call runs on the CPU"):
         onefold.attention(q.cpu(), k, v)
 
 
@@ -353,10 +353,10 @@ def test_lengths_may_lie_anywhere(kind):
 
 def test_float64_and_wide_heads_are_refused_in_one_sentence():
     q, k, v = make_inputs()
-    with pytest.raises(NotImplementedError, match="^q is float64 on CUDA: float16, bfloat16 or"):
+    with pytest.raises(NotImplementedError, match=r"^q is float64 on CUDA: float16, bfloat16 or"):
         onefold.attention(q.double(), k.double(), v.double())
     wide = torch.zeros(1, 2, 1, 257, device="cuda")
-    with pytest.raises(NotImplementedError, match="^head_dim is 257 on CUDA: at most 256"):
+    with pytest.raises(NotImplementedError, match=r"^head_dim is 257 on CUDA: at most 256"):
         onefold.attention(wide, wide, wide)
 
 
@@ -369,7 +369,7 @@ def test_a_call_runs_on_the_device_of_its_inputs_and_leaves_the_current_one():
     for a, b in zip(got, want, strict=True):
         assert a.device.index == 1
         assert_same_bits(a.cpu(), b.cpu())
-    with pytest.raises(ValueError, match="^k is on CUDA device 1: the call runs on CUDA device 0"):
+    with pytest.raises(ValueError, match=r"^k is on CUDA device 1: the call runs on CUDA device 0"):
         onefold.attention(inputs[0], inputs[1].to("cuda:1"), inputs[2])
 
 
@@ -562,7 +562,7 @@ def test_parts_merge_on_the_device_with_gradients():
 
 def test_merging_parts_of_two_devices_is_refused():
     outs, lses = torch.zeros(2, 3, 4, device="cuda"), torch.zeros(2, 3)
-    with pytest.raises(ValueError, match="^lses is on cpu: outs is on cuda:0"):
+    with pytest.raises(ValueError, match=r"^lses is on cpu: outs is on cuda:0"):
         onefold.merge_states(outs, lses)
 
 

@@ -195,7 +195,7 @@ def test_peak_memory_sees_the_score_matrix_and_finds_it_in_plain_attention_alone
 
 
 def test_a_short_demo_prints_its_findings_and_saves_plot_and_numbers(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sweep, "LENGTHS", (64, 128))
+    monkeypatch.setattr(sweep, "LENGTHS", {"cpu": (64, 128)})
     assert call(demo, "--steps", "4", "--out", str(tmp_path / "new" / "folder")) == 0
     shown = capsys.readouterr().out
     for words in ("tokens/s", "curves agree", "gradients agree", "the model writes: Elizabeth"):
@@ -228,7 +228,7 @@ def test_the_seed_decides_the_losses(corpus):
     [
         (("--steps", "0"), "--steps is 0: at least 1 is needed"),
         (("--seed", "-1"), "--seed is -1: a number from 0 on is needed"),
-        (("--device", "cuda"), "--device is cuda: this version of onefold runs on cpu alone"),
+        (("--device", "mps"), "--device is mps: cpu or cuda is needed"),
         (("--out", "x.gif"), "--out is x.gif: a picture is a .png file, or name a folder for it"),
     ],
 )

@@ -72,14 +72,16 @@ def results(attention: Attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor)
     """out, dq, dk, dv of one attention."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = attention(q, k, v)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+    return [x.detach().cpu() for x in (out, *torch.autograd.grad(out, (q, k, v), dout))]
 
 
 def attention_agrees(q: Tensor, k: Tensor, v: Tensor) -> Check:
     """Compares outputs and gradients on q [B, S, H, D], k and v [B, S, G, D] with the oracle."""
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(0))
-    out, _ = onefold.reference.attention(q, k, v, causal=True)
-    gradient = onefold.reference.gradients(q, k, v, dout=dout, causal=True)
+    on_the_cpu = [x.detach().cpu() for x in (q, k, v)]
+    out, _ = onefold.reference.attention(*on_the_cpu, causal=True)
+    gradient = onefold.reference.gradients(*on_the_cpu, dout=dout, causal=True)
+    dout = dout.to(q.device)
     exact = [out, gradient.q, gradient.k, gradient.v]
     errors = {
         name: [

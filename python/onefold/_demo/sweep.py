@@ -1,6 +1,7 @@
 """Time and peak memory of one forward and backward pass against sequence length.
 
-Time is taken in this process, the attentions in turn. Memory is taken where nothing else has used
+Time is taken in this process, the attentions in turn. On a GPU so is memory, of which torch's
+allocator keeps count. On the CPU it is taken where nothing else has used
 any: `python -m onefold._demo.sweep` forks a child for every point, and the child reports how far
 the pass raised its peak resident set, which sees every allocation, PyTorch's and onefold's alike.
 """
@@ -20,17 +21,19 @@ import torch
 from torch import Tensor
 
 from onefold._demo.attentions import ATTENTIONS
+from onefold._demo.training import finish
 from onefold._demo.transformer import Attention
 
 HEADS, HEAD_DIM = 4, 64  # one sequence, as many key heads as query heads, fp32
-LENGTHS = (256, 512, 1024, 2048, 4096)
+LENGTHS = {"cpu": (256, 512, 1024, 2048, 4096), "cuda": (1024, 2048, 4096, 8192, 16384)}
 ROUNDS, LONG_SECONDS = 5, 0.5  # a point slower than that is taken three times
 
 
-def inputs(seqlen: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(seqlen: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and the gradient of the output, each [1, S, H, D], standard normal."""
     generator = torch.Generator().manual_seed(seqlen)
-    q, k, v, dout = torch.randn(4, 1, seqlen, HEADS, HEAD_DIM, generator=generator)
+    shape = (4, 1, seqlen, HEADS, HEAD_DIM)
+    q, k, v, dout = torch.randn(shape, generator=generator).to(device).unbind(0)
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
 
 
@@ -38,21 +41,38 @@ def forward_backward(attention: Attention, q: Tensor, k: Tensor, v: Tensor, dout
     torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
 
 
-def times(seqlen: int) -> dict[str, float]:
+def times(seqlen: int, device: str = "cpu") -> dict[str, float]:
     """Median seconds by attention."""
-    tensors = inputs(seqlen)
+    tensors = inputs(seqlen, device)
     seconds: dict[str, list[float]] = {name: [] for name in ATTENTIONS}
     rounds = ROUNDS + 1
     done = 0
     while done < rounds:
         for name, attention in ATTENTIONS.items():
+            finish(device)
             start = time.perf_counter()
             forward_backward(attention, *tensors)
+            finish(device)
             seconds[name].append(time.perf_counter() - start)
         done += 1
         if max(samples[-1] for samples in seconds.values()) > LONG_SECONDS:
             rounds = min(rounds, 4)
     return {name: statistics.median(samples[1:]) for name, samples in seconds.items()}
+
+
+def peak_memory_on_gpu(lengths: tuple[int, ...]) -> Iterator[tuple[str, int, int | None]]:
+    """Yields (attention, seqlen, bytes beyond the inputs; None if there was not enough)."""
+    for seqlen in lengths:
+        for name, attention in ATTENTIONS.items():
+            tensors = inputs(seqlen, "cuda")
+            finish("cuda")
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            try:
+                forward_backward(attention, *tensors)
+                yield name, seqlen, torch.cuda.max_memory_allocated() - before
+            except torch.cuda.OutOfMemoryError:
+                yield name, seqlen, None
 
 
 def peak_memory(lengths: tuple[int, ...]) -> Iterator[tuple[str, int, int | None]]:

@@ -50,11 +50,19 @@ class Corpus:
             yield tokens[:, :-1], tokens[:, 1:]
 
 
+def finish(device: torch.device | str) -> None:
+    """Waits until the device has done what it was told."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Trainee:
     """A model with its optimiser, and how long each of its steps took."""
 
-    def __init__(self, config: Config, attention: Attention, seed: int, steps: int) -> None:
-        self.model = Transformer(config, attention, seed)
+    def __init__(
+        self, config: Config, attention: Attention, seed: int, steps: int, device: str = "cpu"
+    ) -> None:
+        self.model = Transformer(config, attention, seed).to(device)
         self.optimiser = torch.optim.AdamW(
             self.model.parameters(),
             lr=LEARNING_RATE,
@@ -73,12 +81,15 @@ class Trainee:
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """One update; returns the loss of every token before it, [B, S]."""
+        tokens, targets = (x.to(self.model.device) for x in (tokens, targets))
+        finish(self.model.device)
         start = time.perf_counter()
         losses = self.model.losses(tokens, targets)
         self.optimiser.zero_grad()
         losses.mean().backward()
         self.optimiser.step()
         self.schedule.step()
+        finish(self.model.device)
         self.seconds.append(time.perf_counter() - start)
         return losses.detach()
 
@@ -128,8 +139,8 @@ def captured_qkv(model: Transformer, tokens: Tensor) -> tuple[Tensor, Tensor, Te
         seen.append((q, k, v))
         return attention(q, k, v)
 
-    copy = Transformer(model.config, spy, seed=0)
+    copy = Transformer(model.config, spy, seed=0).to(model.device)
     copy.load_state_dict(model.state_dict())
     with torch.no_grad():
-        copy(tokens)
+        copy(tokens.to(model.device))
     return seen[-1]

@@ -136,6 +136,10 @@ class Transformer(nn.Module):
                 deviation /= (2 * self.config.layers) ** 0.5
             weight.normal_(0.0, deviation, generator=generator)
 
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -153,10 +157,11 @@ class Transformer(nn.Module):
     def sample(
         self, prompt: Tensor, length: int, generator: torch.Generator, temperature: float = 0.5
     ) -> Tensor:
-        """Continues prompt: int64 [S] by `length` tokens; returns int64 [S + length]."""
+        """Continues prompt: int64 [S] by `length` tokens; returns int64 [S + length]. Prompt, draws
+        and result are on the CPU, wherever the model is."""
         tokens = prompt
         for _ in range(length):
-            logits = self(tokens[None, -self.config.context :])[0, -1]
+            logits = self(tokens[None, -self.config.context :].to(self.device))[0, -1].cpu()
             weights = torch.softmax(logits / temperature, dim=-1)
             tokens = torch.cat((tokens, torch.multinomial(weights, 1, generator=generator)))
         return tokens
