@@ -73,7 +73,8 @@ def gradients(
     q: Any, k: Any, v: Any, *, dout: Any = None, dlse: Any = None, **options: Unpack[Options]
 ) -> Gradients:
     """Gradients of sum(out * dout) + sum(lse * dlse); an absent cotangent counts as zero."""
-    found = _core.reference_backward(*_prepare("gradients", q, k, v, options), dout, dlse)
+    question = _prepare("gradients", q, k, v, options)
+    found = _core.reference_backward(*question, *_resolved(q, dout, dlse))
     return Gradients(*_wrap(q, found))
 
 
@@ -81,9 +82,8 @@ def gradient_terms(
     q: Any, k: Any, v: Any, *, dout: Any = None, dlse: Any = None, **options: Unpack[Options]
 ) -> Gradients:
     """The terms of the backward error bounds, each (len(SOURCES), *gradient.shape)."""
-    found = _core.reference_backward_terms(
-        *_prepare("gradient_terms", q, k, v, options), dout, dlse
-    )
+    question = _prepare("gradient_terms", q, k, v, options)
+    found = _core.reference_backward_terms(*question, *_resolved(q, dout, dlse))
     return Gradients(*_wrap(q, found))
 
 
@@ -91,7 +91,11 @@ def _prepare(function: str, q: Any, k: Any, v: Any, options: Options) -> Argumen
     question = from_options(function, q, k, v, options)
     if question[SEED] is None and question[DROPOUT_P] > 0:
         raise ValueError("seed is None: the oracle needs the seed of the call that it judges")
-    return front_end(q).prepare(question)
+    return _resolved(q, *front_end(q).prepare(question))
+
+
+def _resolved(q: Any, *values: Any) -> Arguments:
+    return tuple(map(front_end(q).resolve, values))
 
 
 def _wrap(q: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -123,7 +123,7 @@ def test_numpy_parts_merge_to_the_bits_of_torch_parts():
             ValueError,
             r"lses has shape \(2, 4\): it does not",
         ),
-        (torch.ones(2, 3, 4), [1.0, 2.0], TypeError, "lses is a float: a torch.Tensor"),
+        (torch.ones(2, 3, 4), [1.0, 2.0], TypeError, r"lses\[0\] is a float: a torch.Tensor"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused_with_one_sentence(outs, lses, error, sentence):
