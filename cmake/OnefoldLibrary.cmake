@@ -4,10 +4,7 @@ include(OnefoldEmbed)
 
 file(GLOB onefold_sources CONFIGURE_DEPENDS
   src/*.cc src/core/*.cc src/plan/*.cc src/cpu/*.cc src/jit/*.cc src/cuda/*.cc src/reference/*.cc)
-file(GLOB onefold_kernels CONFIGURE_DEPENDS src/cpu/isa_*.cc)
-if(onefold_kernels)
-  list(REMOVE_ITEM onefold_sources ${onefold_kernels})
-endif()
+file(GLOB onefold_kernels CONFIGURE_DEPENDS src/cpu/isa/*.cc)
 # A product and a sum are two roundings unless the source says fma: the compiler does not decide.
 set(onefold_rounding -ffp-contract=off)
 set_source_files_properties(${onefold_sources} PROPERTIES COMPILE_OPTIONS ${onefold_rounding})
@@ -35,16 +32,18 @@ set(onefold_kernel_level -O3)  # in Debug builds too, unless a sanitizer is ther
 if(ONEFOLD_SANITIZE)
   set(onefold_kernel_level "")
 endif()
+set(onefold_isas "")  # those of this build
 foreach(file IN LISTS onefold_kernels)
-  # isa_avx2.cc, isa_avx2_backward.cc, ...: the word after isa_ names the instruction set.
-  string(REGEX REPLACE "^.*/isa_([a-z0-9]+)[a-z0-9_]*\\.cc$" "\\1" isa "${file}")
+  get_filename_component(isa ${file} NAME_WE)
   if(NOT DEFINED onefold_isa_flags_${isa})
     message(FATAL_ERROR "${file}: cmake/OnefoldLibrary.cmake has no flags for '${isa}'.")
   endif()
   if(isa STREQUAL "baseline" OR onefold_is_x86_64)
+    list(APPEND onefold_isas ${isa})
     list(APPEND onefold_sources ${file})
-    set_source_files_properties(${file} PROPERTIES COMPILE_OPTIONS
-      "${onefold_kernel_level};${onefold_rounding};${onefold_isa_flags_${isa}}")
+    list(PREPEND onefold_isa_flags_${isa} ${onefold_kernel_level} ${onefold_rounding})
+    set_source_files_properties(${file} PROPERTIES
+      COMPILE_OPTIONS "${onefold_isa_flags_${isa}}")
   endif()
 endforeach()
 

@@ -15,6 +15,7 @@
 
 #include "onefold/attention.h"
 #include "py_arguments.h"
+#include "py_gil.h"
 #include "py_probe.h"
 #include "py_tensor.h"
 
@@ -177,7 +178,7 @@ void call_forward(const nb::args& args) {
   const Tensor out = tensor_from_python(args[kNumArguments], output("out"));
   const std::optional<Tensor> lse = optional_tensor(args[kNumArguments + 1], output("lse"));
   const Context context = context_of(args, kNumArguments + 2, attention.q, args[0]);
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   forward(context, attention, out, lse);
 }
 
@@ -199,7 +200,7 @@ void call_backward(const nb::args& args) {
   gradients.dslopes = optional_tensor(args[next++], output("dslopes"));
   gradients.dsinks = optional_tensor(args[next++], output("dsinks"));
   const Context context = context_of(args, next, attention.q, args[2]);
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   backward(context, attention, out, lse, dout, dlse, gradients);
 }
 
@@ -231,7 +232,7 @@ nb::list call_warm_up(const nb::args& args) {
   std::vector<std::string> ready;
   {
     const Direction which = direction(args[kNumArguments]);
-    nb::gil_scoped_release release;
+    const WithoutGil release;
     ready = warm_up(context, attention, which);
   }
   return to_python(ready);
@@ -244,7 +245,7 @@ nb::list call_prebuild(const nb::args& args) {
   {
     const Direction which = direction(args[kNumArguments]);
     const int arch = nb::cast<int>(args[kNumArguments + 1]);
-    nb::gil_scoped_release release;
+    const WithoutGil release;
     built = prebuild(arch, attention, which);
   }
   return to_python(built);
@@ -255,7 +256,7 @@ void call_merge_states(nb::handle outs, nb::handle lses, nb::handle out, nb::han
   const Tensor part_lses = tensor_from_python(lses, {"lses"});
   const Tensor merged = tensor_from_python(out, output("out"));
   const Tensor merged_lse = tensor_from_python(lse, output("lse"));
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   merge_states({}, parts, part_lses, merged, merged_lse);
 }
 
@@ -331,8 +332,7 @@ NB_MODULE(_core, m) {
   m.def("num_threads", [] { return onefold::num_threads(); });
   m.def("info", [] { return nb::str(onefold::info().c_str()); });
   m.def(
-      "fma_probe", [](double seconds) { return fma_probe(seconds); },
-      nb::call_guard<nb::gil_scoped_release>());
+      "fma_probe", [](double seconds) { return fma_probe(seconds); }, nb::call_guard<WithoutGil>());
   define_reference(m);
   define_jit(m);
 }

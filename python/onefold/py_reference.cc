@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include "py_arguments.h"
+#include "py_gil.h"
 #include "reference/reference.h"
 
 namespace nb = nanobind;
@@ -23,7 +24,7 @@ nb::object to_python(const std::optional<reference::Array>& array) {
 
 template <class Call>
 auto without_gil(const Call& call) {
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   return call();
 }
 

@@ -70,8 +70,9 @@ struct CpuFacts {
                                   std::int64_t num_chunks) = nullptr;
   std::size_t (*chunk_bytes)(const Problem&) = nullptr;
   std::size_t (*partial_bytes)(const Problem&) = nullptr;  // the state of kSplitRows rows
-  // Whether so many rows against one key/value head take the decoding path: other sums, other bits.
-  bool (*decodes)(const Problem&, std::int64_t rows) = nullptr;
+  // Why so many rows against one key/value head do not take the decoding path (other sums, other
+  // bits); null when they do.
+  const char* (*not_decoding)(const Problem&, std::int64_t rows) = nullptr;
 };
 
 struct CpuWork {
@@ -81,6 +82,7 @@ struct CpuWork {
   std::vector<Split> splits;             // forward: run after the items
   std::size_t partials_bytes = 0;        // forward: their states
   std::int64_t tiled = 0, decoding = 0;  // forward: sequences that take either path
+  const char* not_decoding = nullptr;    // why the last tiled sequence of few rows does not decode
   std::size_t scratch_bytes = 0;         // per worker
   int workers = 1;
 

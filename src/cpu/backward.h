@@ -73,7 +73,7 @@ struct BackwardItem {
       if (only_key[lane]) delta = 0;
       if (call.t.dlse) delta -= call.t.dlse.load(heads.b, h, r);
       x.delta[lane] = static_cast<R>(delta);
-      x.lse[lane] = static_cast<R>(to_base_2(p, call.t.lse.load(heads.b, h, r)));
+      x.lse[lane] = static_cast<R>(to_base_2<R>(call.t.lse.load(heads.b, h, r)));
     }
     transpose(x.q, dim, width, p.dim, x.qt, width);
     transpose(x.dout, dim_v, width, p.dim_v, x.dot, width);
@@ -97,12 +97,14 @@ struct BackwardItem {
   // done. A delta from a stored out is off by its rounding; the row says by how much, since its dZ,
   // the sink's included, add up to dLSE.
   void add_sinks(const QueryTile& tile, const QueryData<R>& x, double* sums) {
+    const double units = shift_units();
     for (int lane = 0; lane < tile.rows; ++lane) {
       const std::int64_t h = s.lanes.head[lane], r = seq.q_begin + s.lanes.query[lane];
-      const double lse = x.shift[lane] != R(0) ? double{x.shift[lane]} + double{x.lse[lane]}
-                                               : to_base_2(p, call.t.lse.load(heads.b, h, r));
-      const double delta = double{x.delta[lane]};
-      const double share = weight(to_base_2(p, p.sinks.load(heads.b, h)), lse);
+      const double delta = double{x.delta[lane]}, sink = p.sinks.load(heads.b, h);
+      const double share =
+          x.shift[lane] != R(0)
+              ? weight((sink * kLog2E / units - double{x.shift[lane]}) * units, double{x.lse[lane]})
+              : weight(sink * kLog2E, call.t.lse.load(heads.b, h, r) * kLog2E);
       const double dlse = call.t.dlse ? call.t.dlse.load(heads.b, h, r) : 0.0;
       const double excess = double{x.dz_sum[lane]} - share * delta - dlse;
       sums[h - heads.first_head] -= share * (delta + excess);
@@ -162,10 +164,10 @@ struct BackwardItem {
             at.distance = VectorArith<R>::abs(position - splat<R>(static_cast<R>(key_begin + key)));
           }
           const Dual<V> z = score(variant, Dual<V>{score_2, one}, at);
-          score_2 = to_base_2<R>(z.value);
+          score_2 = shifted ? (z.value - shift) * splat<R>(R(kLog2E)) : to_base_2<R>(z.value);
           slope = z.slope;
         }
-        if (shifted) score_2 -= shift;
+        if (shifted && !natural) score_2 -= shift;
         V weight = weight_from(score_2, against);
         // At most 1: what exceeds it is the rounding of a large lse.
         weight = weight > one ? one : weight;
@@ -276,11 +278,26 @@ struct BackwardItem {
              const QueryData<R>& x) {
     const Stage seen = stage<N>(tile, tile_begin, tile_keys, panel, x);
     if (seen.cut.count == 0) return;
-    Vec<R> top[N], keep[N];
-    modify_scores<R, N>(p, s.lanes, s.weights, seen.add ? s.addend : nullptr, seen.cut.count,
-                        seen.border, tile_begin + seen.cut.first, top);
-    absorb_scores<R, N>(s.weights, seen.cut.count, top, x.shift, x.sum, keep);
+    Vec<R> top[N];
+    modify_scores<R, N, Units::kNatural>(p, s.lanes, s.weights, seen.add ? s.addend : nullptr,
+                                         seen.cut.count, seen.border, tile_begin + seen.cut.first,
+                                         top);
+    const Vec<R> units = splat(static_cast<R>(shift_units()));
+    for (int n = 0; n < N; ++n) {
+      const int column = n * kWidth<R>;
+      Softmax<Vec<R>> state{load(x.shift + column), load(x.sum + column)};
+      raise(state, top[n], units, MaximumGauge{});
+      const Vec<R> against = anchor(state.ref);
+      for (int key = 0; key < seen.cut.count; ++key) {
+        state.sum += weight_from(load(s.weights + key * N * kWidth<R> + column), against, units);
+      }
+      store(x.shift + column, state.ref);
+      store(x.sum + column, state.sum);
+    }
   }
+  // What a shift times this is in base 2: shifts are in natural units unless scores only are
+  // scaled.
+  double shift_units() const { return p.variant.scale_only() ? 1.0 : kLog2E; }
 
   // Weighs rows with a far lse again, as forward did. Returns whether there were any: then the
   // packed keys are gone.
@@ -291,9 +308,9 @@ struct BackwardItem {
     for (int lane = 0; lane < tile.rows; ++lane) *x.shifted |= far(lane);
     if (!*x.shifted) return false;
     for (int lane = 0; lane < tile.vectors * kWidth<R>; ++lane) {
-      const Softmax<R> start = sink_state<R>(p, heads.b, s.lanes.head[lane]);
-      x.shift[lane] = start.ref;
-      x.sum[lane] = start.sum;
+      const double sink = p.sinks ? p.sinks.load(heads.b, s.lanes.head[lane]) : kEmpty<double>;
+      x.shift[lane] = static_cast<R>(sink * (kLog2E / shift_units()));
+      x.sum[lane] = sink == kEmpty<double> ? R(0) : R(1);
     }
     const Tiles& t = call.tiles;
     const TileRange all = kv_range(p.variant, seq.used, tile.query_begin(), tile.query_end());

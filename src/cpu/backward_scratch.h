@@ -17,7 +17,7 @@ struct QueryData {
   R *q, *dout;                   // [lane][d]: as they are, for the sums over queries
   R* dqt;                        // [d][lane]
   R *lse, *delta;                // base 2; dO . O - dLSE
-  R *shift, *sum;                // of rows weighed again: taken from every score first, and the
+  R *shift, *sum;                // of rows weighed again: taken from every score first; the
                                  // sum of weights against it, whose log2 then is lse
   R *slope_sum, *dz_sum;         // sum of dZ * distance; of dZ
   bool *q_poison, *dout_poison;  // rows left out of q and dout because they are not finite

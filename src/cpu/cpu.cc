@@ -132,7 +132,7 @@ CpuFacts facts(int threads) {
   const Kernels& k = *chosen().kernels;
   return {chosen().name,   threads,           l2_bytes(),         k.lanes_float,
           k.lanes_double,  k.forward_scratch, k.backward_scratch, k.chunk_bytes,
-          k.partial_bytes, k.decodes};
+          k.partial_bytes, k.not_decoding};
 }
 
 void run_forward(const Problem& p, const CpuWork& work, const Rows& out, const Numbers& lse,

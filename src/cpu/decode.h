@@ -1,14 +1,12 @@
-// Decoding: up to kDecodeRows rows against a stretch of keys, at the speed of memory.
+// Decoding: up to kDecodeRows rows of each head against a stretch of keys, at the speed of memory.
 //
 //   for each key tile
-//     scores[row][key] = q . k         K is read once, straight from memory, widened once for all
-//     rows modify and hide, absorb          along the keys out[row] = out[row] * keep + sum_key
-//     weight V        V likewise
+//     scores[head][row][key] = q . k      K is read once, in memory order, and widened once
+//     modify, hide, absorb                along the keys of a row
+//     out = out * keep + weights V        V likewise
 //
-// Vectors run along d, so nothing is packed or transposed. What the next phase will read is asked
-// for while this one computes: V's rows during the scores, the next K rows during the sum. A row's
-// arithmetic does not depend on how many rows share the keys. Compiled once per instruction set;
-// includes scores.h.
+// Vectors run along d: nothing is packed. A row's arithmetic does not depend on how many rows or
+// heads share the tile. Compiled once per instruction set; includes scores.h.
 #pragma once
 
 #include "cpu/scores.h"
@@ -16,6 +14,7 @@
 namespace onefold::cpu::ONEFOLD_ISA {
 
 inline constexpr int kDecodeRows = 8, kDecodeKeys = 64;
+inline constexpr int kTurn = 16;  // keys of one head before the next has its turn
 using Vf = Vec<float>;
 inline constexpr int kW = kWidth<float>;
 #if defined(__AVX512F__)
@@ -130,156 +129,189 @@ template <int kCount>
 }
 #endif
 
-inline void ask_for(const void* p, std::int64_t bytes) {
-  for (std::int64_t x = 0; x < bytes; x += 64) {
-    __builtin_prefetch(static_cast<const std::byte*>(p) + x, 0, 2);
-  }
+// Why so many rows do not take this path, or null. Not a question of strides, which must not change
+// a bit.
+static inline const char* not_decoding(const Problem& p, std::int64_t rows) {
+  if (rows > kDecodeRows) return "more than 8 rows share a key/value head";
+  if (p.dtype == DType::kFloat64) return "float64 is computed in tiles";
+  if (p.dim % kW == 0 && p.dim_v % kW == 0 && p.dim > 0 && p.dim_v > 0) return nullptr;
+  return kW == 16  ? "head dims are not multiples of 16"
+         : kW == 8 ? "head dims are not multiples of 8"
+                   : "head dims are not multiples of 4";
+}
+static inline bool decodable(const Problem& p, std::int64_t rows) {
+  return not_decoding(p, rows) == nullptr;
 }
 
-// Whether so few rows take this path: not a question of strides, which must not change a bit.
-inline bool decodable(const Problem& p, std::int64_t rows) {
-  return p.dtype != DType::kFloat64 && rows <= kDecodeRows && p.dim % kW == 0 &&
-         p.dim_v % kW == 0 && p.dim > 0 && p.dim_v > 0;
-}
-
-// Rows that will be read next: asked for while the present ones are summed.
-struct Ahead {
-  const std::byte* first = nullptr;
-  std::int64_t step = 0, bytes = 0;  // in bytes
-  int count = 0;
-};
-
-// The rows of one key tile: in place, or a copy as floats when the last stride is not 1.
+// The rows of one key tile: in place, or a copy as floats when the last stride is not 1. Steps are
+// in elements; head 0 is the first of the item.
 template <class T>
 struct KeyRows {
   const T *k, *v;
-  std::int64_t k_step, v_step;
-
-  const T* k_row(int key) const { return k + key * k_step; }
-  const T* v_row(int key) const { return v + key * v_step; }
+  std::int64_t k_step, v_step, k_head, v_head;
 };
 
+// What an item keeps of its heads while their keys go by, and of the key tile in flight. Rows of
+// one head follow each other.
+struct DecodeScratch {
+  float* q;                 // [head][row][d], scaled
+  float *out, *part;        // [head][row][step]: not yet divided; of the tile so far
+  float *ref, *sum, *keep;  // [head][row]
+  float* scores;            // [head][row][key]
+  bool* hidden;             // [head][row][key]
+  bool* some_hidden;        // [head]: and a value that is not finite among the tile's
+  std::int64_t dim, step;
+
+  DecodeScratch(Arena& arena, const Problem& p, std::int64_t heads)
+      : dim(p.dim), step(padded_dim<float>(p.dim_v)) {
+    const std::int64_t rows = heads * kDecodeRows;
+    q = arena.take<float>(rows * dim);
+    out = arena.take<float>(rows * step);
+    part = arena.take<float>(rows * step);
+    ref = arena.take<float>(rows);
+    sum = arena.take<float>(rows);
+    keep = arena.take<float>(rows);
+    scores = arena.take<float>(rows * kDecodeKeys);
+    hidden = arena.take<bool>(rows * kDecodeKeys);
+    some_hidden = arena.take<bool>(heads);
+  }
+};
+
+// The rows of one head against the keys of a tile.
 template <class T, int kRows>
 struct DecodeTile {
-  const Problem& p;
   const KeyRows<T>& rows;
-  const float* q;  // [row][d], scaled
-  float* out;      // [row][step], not yet divided
-  std::int64_t step;
-  float (&scores)[kDecodeRows][kDecodeKeys];
+  const DecodeScratch& s;
+  std::int64_t dim, dim_v, head;
 
   // Keys scored at once: as many as fill the accumulators.
   static constexpr int kKeyBlock = kDecodeRegisters / kRows < 8 ? kDecodeRegisters / kRows : 8;
 
+  const T* k_row(int key) const { return rows.k + head * rows.k_head + key * rows.k_step; }
+  const T* v_row(int key) const { return rows.v + head * rows.v_head + key * rows.v_step; }
+  static void ask_for(const T* row, std::int64_t elements) {
+    const auto* bytes = reinterpret_cast<const std::byte*>(row);
+    for (std::int64_t x = 0; x < elements * std::int64_t{sizeof(T)}; x += 64) {
+      __builtin_prefetch(bytes + x, 0, 2);
+    }
+  }
+  float* scores(int r) const { return s.scores + (head * kDecodeRows + r) * kDecodeKeys; }
+
   template <int kKeys>
-  void score_keys(int key) {
+  void score_keys(int key) const {
     const T* k[kKeys];
     Vf acc[kKeys * kRows] = {};
-    for (int n = 0; n < kKeys; ++n) {
-      k[n] = rows.k_row(key + n);
-      ask_for(rows.v_row(key + n), p.dim_v * std::int64_t{sizeof(T)});
-    }
-    for (std::int64_t d = 0; d < p.dim; d += kW) {
+    for (int n = 0; n < kKeys; ++n) k[n] = k_row(key + n);
+    const float* q = s.q + head * kDecodeRows * dim;
+    for (std::int64_t d = 0; d < dim; d += kW) {
       Vf x[kKeys];
 #pragma GCC unroll 16
       for (int n = 0; n < kKeys; ++n) x[n] = pinned(widen(k[n] + d));
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        const Vf y = load(q + r * p.dim + d);
+        const Vf y = load(q + r * dim + d);
 #pragma GCC unroll 16
         for (int n = 0; n < kKeys; ++n) {
           acc[r * kKeys + n] = fma(x[n], y, acc[r * kKeys + n]);
         }
       }
     }
+    float* to = scores(0) + key;
     if constexpr (kKeys == kKeyBlock) {
       float sums[kKeys * kRows];
       sum_lanes_of<kKeys * kRows>(acc, sums);
 #pragma GCC unroll 16
-      for (int n = 0; n < kKeys * kRows; ++n) scores[n / kKeys][key + n % kKeys] = sums[n];
+      for (int n = 0; n < kKeys * kRows; ++n) to[n / kKeys * kDecodeKeys + n % kKeys] = sums[n];
     } else {
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) scores[r][key] = sum_lanes(acc[r]);
+      for (int r = 0; r < kRows; ++r) to[r * kDecodeKeys] = sum_lanes(acc[r]);
     }
   }
 
-  void score(int num_keys) {
-    int key = 0;
-    for (; key + kKeyBlock <= num_keys; key += kKeyBlock) score_keys<kKeyBlock>(key);
-    for (; key < num_keys; ++key) score_keys<1>(key);
+  void score(int key, int end) const {
+    for (; key + kKeyBlock <= end; key += kKeyBlock) score_keys<kKeyBlock>(key);
+    for (; key < end; ++key) score_keys<1>(key);
   }
 
-  // out[row] over vectors [d, d + kVectors) of V.
+  // Adds keys [begin, end) of the tile's `count` to vectors [d, d + kVectors) of its part, and the
+  // whole part to out.
   template <int kVectors>
-  void sum_vectors(int num_keys, std::int64_t d, const float* keep, const Ahead& ahead, int next) {
+  void sum_vectors(int begin, int end, int count, std::int64_t d) const {
+    const std::int64_t at = head * kDecodeRows * s.step + d;
     Vf acc[kRows][kVectors] = {};
-    for (int key = 0; key < num_keys; ++key) {
-      const T* v = rows.v_row(key) + d;
-      // Each pass over the tile asks for its share of the next keys.
-      if (next + key < ahead.count) ask_for(ahead.first + (next + key) * ahead.step, ahead.bytes);
+    if (begin > 0) {
+      for (int r = 0; r < kRows; ++r) {
+        for (int n = 0; n < kVectors; ++n) acc[r][n] = load(s.part + at + r * s.step + n * kW);
+      }
+    }
+    for (int key = begin; key < end; ++key) {
+      const T* v = v_row(key) + d;
       Vf x[kVectors];
 #pragma GCC unroll 16
       for (int n = 0; n < kVectors; ++n) x[n] = pinned(widen(v + n * kW));
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        const Vf w = splat(scores[r][key]);
+        const Vf w = splat(scores(r)[key]);
 #pragma GCC unroll 16
         for (int n = 0; n < kVectors; ++n) acc[r][n] = fma(w, x[n], acc[r][n]);
       }
     }
+    float* to = (end < count ? s.part : s.out) + at;
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
+      const Vf keep = splat(s.keep[head * kDecodeRows + r]);
 #pragma GCC unroll 16
       for (int n = 0; n < kVectors; ++n) {
-        float* to = out + r * step + d + n * kW;
-        store(to, fma(load(to), splat(keep[r]), acc[r][n]));
+        float* where = to + r * s.step + n * kW;
+        store(where, end < count ? acc[r][n] : fma(load(where), keep, acc[r][n]));
       }
     }
   }
 
-  void sum_values(int num_keys, const float* keep, const Ahead& ahead) {
+  void sum_values(int begin, int end, int count) const {
     constexpr int kVectors = kDecodeRegisters / kRows < 8 ? kDecodeRegisters / kRows : 8;
-    const int passes = static_cast<int>(p.dim_v / (kVectors * kW));
-    const int share = passes > 0 ? (ahead.count + passes - 1) / passes : 0;
     std::int64_t d = 0;
-    int next = 0;
-    for (; d + kVectors * kW <= p.dim_v; d += kVectors * kW, next += share) {
-      const Ahead mine{ahead.first, ahead.step, ahead.bytes,
-                       next + share < ahead.count ? next + share : ahead.count};
-      sum_vectors<kVectors>(num_keys, d, keep, mine, next);
-    }
-    for (; d < p.dim_v; d += kW) sum_vectors<1>(num_keys, d, keep, {}, 0);
+    for (; d + kVectors * kW <= dim_v; d += kVectors * kW)
+      sum_vectors<kVectors>(begin, end, count, d);
+    for (; d < dim_v; d += kW) sum_vectors<1>(begin, end, count, d);
   }
 
   // For a tile with hidden keys and values that are not finite: only what a row sees, in the order
   // of sum_vectors, so that what a row does not see leaves its bits alone.
-  void sum_seen(int num_keys, int live, const float* keep,
-                const bool (&hidden)[kDecodeRows][kDecodeKeys]) {
-    for (std::int64_t d = 0; d < p.dim_v; d += kW) {
+  void sum_seen(int count, int live) const {
+    for (std::int64_t d = 0; d < dim_v; d += kW) {
       for (int r = 0; r < live; ++r) {
+        const std::int64_t row = head * kDecodeRows + r;
         Vf acc{};
-        for (int key = 0; key < num_keys; ++key) {
-          if (!hidden[r][key]) acc = fma(splat(scores[r][key]), widen(rows.v_row(key) + d), acc);
+        for (int key = 0; key < count; ++key) {
+          if (s.hidden[row * kDecodeKeys + key]) continue;
+          acc = fma(splat(scores(r)[key]), widen(v_row(key) + d), acc);
         }
-        float* to = out + r * step + d;
-        store(to, fma(load(to), splat(keep[r]), acc));
+        float* to = s.out + row * s.step + d;
+        store(to, fma(load(to), splat(s.keep[row]), acc));
       }
     }
+  }
+  bool all_values_finite(int count) const {
+    Vf sums{};  // 0 as long as they are
+    for (int key = 0; key < count; ++key) {
+      for (std::int64_t d = 0; d < dim_v; d += kW) sums += widen(v_row(key) + d) * Vf{};
+    }
+    return sum_lanes(sums) == 0;
   }
 };
 
 // The variant, row by row along the keys; returns whether any key is hidden from some row.
 inline bool modify_rows(const Problem& p, const Sequence& seq, const HeadGroup& heads,
                         const QueryTile& tile, std::int64_t j, int num_keys,
-                        const LaneFacts<float>& lanes, float* row,
-                        float (&scores)[kDecodeRows][kDecodeKeys],
-                        bool (&hidden)[kDecodeRows][kDecodeKeys]) {
+                        const LaneFacts<float>& lanes, float* row, float* scores, bool* hidden) {
   const bool natural = !p.variant.scale_only();
   bool any = false;
   for (int r = 0; r < tile.rows; ++r) {
     const std::int64_t i = lanes.query[r], h = lanes.head[r];
     const KeyInterval seen = key_interval(p.variant, seq.used, i);
-    float* score_row = scores[r];
+    float* score_row = scores + r * kDecodeKeys;
+    bool* hidden_row = hidden + r * kDecodeKeys;
     At<float> at{0, lanes.slope[r], 0};
     if (p.bias) {
       load_row(row,
@@ -292,10 +324,10 @@ inline bool modify_rows(const Problem& p, const Sequence& seq, const HeadGroup& 
                : nullptr;
     for (int key = 0; key < num_keys; ++key) {
       if (p.bias) at.bias = row[key];
-      hidden[r][key] = j + key < seen.begin || j + key >= seen.end ||
-                       (p.bias && at.bias == kEmpty<float>) ||
-                       (mask && mask[key * p.mask.stride[3]] == 0);
-      any |= hidden[r][key];
+      hidden_row[key] = j + key < seen.begin || j + key >= seen.end ||
+                        (p.bias && at.bias == kEmpty<float>) ||
+                        (mask && mask[key * p.mask.stride[3]] == 0);
+      any |= hidden_row[key];
     }
     if (natural) {
       for (int key = 0; key < num_keys; key += kW) {
@@ -308,11 +340,13 @@ inline bool modify_rows(const Problem& p, const Sequence& seq, const HeadGroup& 
           wide.distance = VectorArith<float>::abs(splat(lanes.position[r]) - position);
         }
         const Vf x = load(score_row + key);
-        store(score_row + key, to_base_2<float>(score(p.variant, x, wide)));
+        Vf z = score(p.variant, x, wide);
+        if (p.variant.has_slopes) z = max(z, splat(std::numeric_limits<float>::lowest()));
+        store(score_row + key, to_base_2<float>(z));
       }
     }
     for (int key = 0; key < num_keys; ++key) {
-      if (hidden[r][key]) score_row[key] = kEmpty<float>;
+      if (hidden_row[key]) score_row[key] = kEmpty<float>;
     }
   }
   return any;
@@ -340,60 +374,69 @@ inline float absorb_row(float* scores, int num_keys, float& ref, float& sum) {
   return keep;
 }
 
-// The state of one key/value head's rows while its keys go by.
-struct DecodeState {
-  const float* q;    // [row][d], scaled
-  float* out;        // [row][step], not yet divided
-  float *ref, *sum;  // [row]
-};
-
-// One key tile of `count` keys from j. `row` is room for a tile's biases of one row.
+// Scores of head n become weights, in s.scores.
 template <class T, int kRows>
-void decode_tile(const Problem& p, const Sequence& seq, const QueryTile& tile,
-                 const LaneFacts<float>& lanes, const DecodeState& state, std::int64_t step,
-                 const KeyRows<T>& keys, std::int64_t j, int count, const Ahead& ahead,
-                 float* row) {
-  alignas(64) float scores[kDecodeRows][kDecodeKeys];
-  bool hidden[kDecodeRows][kDecodeKeys];
-  DecodeTile<T, kRows> work{p, keys, state.q, state.out, step, scores};
-  work.score(count);
+void weigh_head(const Problem& p, const Sequence& seq, const QueryTile& tile,
+                LaneFacts<float>& lanes, const DecodeTile<T, kRows>& work, std::int64_t j,
+                int count, float* row) {
+  const DecodeScratch& s = work.s;
+  const std::int64_t first = work.head * kDecodeRows;
   bool some_hidden = false;
   const TileClass band =
       tile_class(p.variant, seq.used, tile.query_begin(), tile.query_end(), j, j + count);
-  if (!p.variant.scale_only() || p.mask || band != TileClass::kFull) {
-    some_hidden = modify_rows(p, seq, tile.heads, tile, j, count, lanes, row, scores, hidden);
+  const bool modified = !p.variant.scale_only() || p.mask || band != TileClass::kFull;
+  if (modified || p.variant.dropout()) set_lanes(p, tile, lanes);
+  if (modified) {
+    some_hidden = modify_rows(p, seq, tile.heads, tile, j, count, lanes, row, work.scores(0),
+                              s.hidden + first * kDecodeKeys);
   }
-  float keep[kRows];
   for (int r = 0; r < kRows; ++r) {
-    keep[r] = absorb_row(scores[r], count, state.ref[r], state.sum[r]);
+    s.keep[first + r] = absorb_row(work.scores(r), count, s.ref[first + r], s.sum[first + r]);
   }
   for (int r = 0; p.variant.dropout() && r < tile.rows; ++r) {
     for (int key = 0; key < count; ++key) {
       if (!onefold::keep(p.variant, tile.heads.b, lanes.head[r], lanes.query[r], j + key)) {
-        scores[r][key] = 0;
+        work.scores(r)[key] = 0;
       }
     }
   }
-  Vf sums{};  // 0 as long as every value is finite
-  for (int key = 0; some_hidden && key < count; ++key) {
-    for (std::int64_t d = 0; d < p.dim_v; d += kW) sums += widen(keys.v_row(key) + d) * Vf{};
-  }
-  const bool finite = sum_lanes(sums) == 0;
-  finite ? work.sum_values(count, keep, ahead) : work.sum_seen(count, tile.rows, keep, hidden);
+  s.some_hidden[work.head] = some_hidden && !work.all_values_finite(count);
 }
 
-template <class T>
-void decode_tile_any(const Problem& p, const Sequence& seq, const QueryTile& tile,
-                     const LaneFacts<float>& lanes, const DecodeState& state, std::int64_t step,
-                     const KeyRows<T>& keys, std::int64_t j, int count, const Ahead& ahead,
-                     float* row) {
-  const auto run = [&]<int kRows>(std::integral_constant<int, kRows>) {
-    decode_tile<T, kRows>(p, seq, tile, lanes, state, step, keys, j, count, ahead, row);
+// One key tile of `count` keys from j against the rows of `num_heads` heads. Keys of neighbouring
+// heads are neighbours in memory, so heads take turns every few keys: memory is read in order, and
+// while one head computes, the rows of the next are asked for.
+template <class T, int kRows, class TileOf>
+void decode_tile(const Problem& p, const Sequence& seq, const TileOf& tile_of,
+                 LaneFacts<float>& lanes, const DecodeScratch& s, const KeyRows<T>& keys,
+                 std::int64_t first_head, std::int64_t num_heads, std::int64_t j, int count,
+                 float* row) {
+  using Work = DecodeTile<T, kRows>;
+  const std::int64_t end_head = first_head + num_heads;
+  const auto work_of = [&](std::int64_t n) { return Work{keys, s, p.dim, p.dim_v, n}; };
+  const auto in_turns = [&](const auto& ask_for_row, const auto& function) {
+    const int step = num_heads > 1 ? kTurn : count;
+    for (int key = 0; key < count; key += step) {
+      const int end = key + step < count ? key + step : count;
+      for (std::int64_t n = first_head; n < end_head; ++n) {
+        const bool last = n + 1 == end_head;
+        const int ahead = last ? step : 0;
+        const Work next = work_of(last ? first_head : n + 1);
+        for (int x = key + ahead; x < end + ahead && x < count; ++x) ask_for_row(next, x);
+        function(work_of(n), key, end);
+      }
+    }
   };
-  if (tile.rows == 1) return run(std::integral_constant<int, 1>{});
-  if (tile.rows == 2) return run(std::integral_constant<int, 2>{});
-  if (tile.rows <= 4) return run(std::integral_constant<int, 4>{});
-  run(std::integral_constant<int, 8>{});
+  in_turns([](const Work& next, int key) { next.ask_for(next.k_row(key), next.dim); },
+           [](const Work& work, int key, int end) { work.score(key, end); });
+  for (std::int64_t n = first_head; n < end_head; ++n) {
+    weigh_head(p, seq, tile_of(n), lanes, work_of(n), j, count, row);
+  }
+  in_turns([](const Work& next, int key) { next.ask_for(next.v_row(key), next.dim_v); },
+           [&](const Work& work, int key, int end) {
+             if (!s.some_hidden[work.head]) return work.sum_values(key, end, count);
+             if (key == 0) work.sum_seen(count, tile_of(work.head).rows);
+           });
 }
 
 }  // namespace onefold::cpu::ONEFOLD_ISA

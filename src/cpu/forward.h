@@ -21,15 +21,18 @@
 
 namespace onefold::cpu::ONEFOLD_ISA {
 
-// Rows whose scores reach this (in base 2) are finished in double: only a bias gets there.
+// Rows whose scores reach this (in base 2) are finished in double: a bias, a sink or a slope gets
+// there.
 inline constexpr double kExtremeLog2 = 1e36;
+static inline bool redone_in_double(const Problem& p) {
+  return p.dtype != DType::kFloat64 && (p.bias || p.sinks || p.slopes);
+}
 
 template <class R>
 struct ForwardScratch {
   R *k_panels, *v_panels, *row, *rows, *scores, *addend, *dropout;
   int *poison_counts, *poison_keys;
-  R *qt, *out, *ref, *sum;                             // per query tile of the item
-  R *decode_q, *decode_out, *decode_ref, *decode_sum;  // per key/value head
+  R *qt, *out, *ref, *sum;  // per query tile of the item
   LaneFacts<R> lanes;
   std::int64_t qt_size, out_size;
 
@@ -58,13 +61,6 @@ struct ForwardScratch {
     out = arena.take<R>(tiles_per_item * out_size);
     ref = arena.take<R>(tiles_per_item * kLanes<R>);
     sum = arena.take<R>(tiles_per_item * kLanes<R>);
-    if constexpr (sizeof(R) == 4) {
-      const std::int64_t rows = decodable(p, 1) ? p.heads_k * kDecodeRows : 0;
-      decode_q = arena.take<R>(rows * p.dim);
-      decode_out = arena.take<R>(rows * padded_dim<R>(p.dim_v));
-      decode_ref = arena.take<R>(rows);
-      decode_sum = arena.take<R>(rows);
-    }
   }
 };
 
@@ -243,7 +239,7 @@ struct ForwardItem {
     return extreme;
   }
   bool is_extreme(R ref) const {
-    return sizeof(R) == 4 && p.bias && std::fabs(ref) > R(kExtremeLog2) && std::isfinite(ref);
+    return redone_in_double(p) && std::fabs(ref) > R(kExtremeLog2) && std::isfinite(ref);
   }
 
   // Rows [row_begin, row_end) against keys [key_begin, key_end); the states are left in s.
@@ -339,19 +335,14 @@ static void redo_extreme_rows(const ForwardCall& call, const Item& item, const f
   }
 }
 
-// The rows of an item against its keys by vectors along d; leaves the states of head n of the item
-// at decode_*[n]. Heads take turns at every key tile, because their keys are neighbours in memory.
-template <class T>
+// The rows of an item against its keys by vectors along d; leaves the states of its heads in `to`.
+template <class T, int kRows>
 inline void decode_heads(const ForwardCall& call, const Item& item, bool with_sink,
-                         ForwardScratch<float>& s) {
+                         ForwardScratch<float>& s, const DecodeScratch& to) {
   const Problem& p = *call.problem;
   const Sequence& seq = p.sequences[static_cast<std::size_t>(item.b)];
-  const std::int64_t q_step = padded_dim<float>(p.dim), step = padded_dim<float>(p.dim_v);
+  const std::int64_t q_step = padded_dim<float>(p.dim), v_step = padded_dim<float>(p.dim_v);
   const std::int64_t rows = item.row_end - item.row_begin;
-  const auto state = [&](std::int64_t n) {
-    return DecodeState{s.decode_q + n * kDecodeRows * p.dim, s.decode_out + n * kDecodeRows * step,
-                       s.decode_ref + n * kDecodeRows, s.decode_sum + n * kDecodeRows};
-  };
   const auto tile_of = [&](std::int64_t n) {
     return query_tile<float>(head_group(p, item.b, item.kv_head + n), item.row_begin, item.row_end);
   };
@@ -359,53 +350,56 @@ inline void decode_heads(const ForwardCall& call, const Item& item, bool with_si
     const QueryTile tile = tile_of(n);
     ForwardItem<float> work{call, p, s, tile.heads, seq, nullptr, true};
     work.load_queries(tile, with_sink, s.ref, s.sum);
-    const DecodeState to = state(n);
     for (int r = 0; r < kDecodeRows; ++r) {
       const bool live = r < rows;
+      const std::int64_t row = n * kDecodeRows + r;
       for (std::int64_t d = 0; d < p.dim; ++d) {
-        s.decode_q[(n * kDecodeRows + r) * p.dim + d] = live ? s.rows[r * q_step + d] : 0.0f;
+        to.q[row * p.dim + d] = live ? s.rows[r * q_step + d] : 0.0f;
       }
-      to.ref[r] = live ? s.ref[r] : kEmpty<float>;
-      to.sum[r] = live ? s.sum[r] : 0.0f;
+      to.ref[row] = live ? s.ref[r] : kEmpty<float>;
+      to.sum[row] = live ? s.sum[r] : 0.0f;
     }
-    for (std::int64_t x = 0; x < kDecodeRows * step; ++x) to.out[x] = 0;
   }
+  for (std::int64_t x = 0; x < item.kv_heads * kDecodeRows * to.step; ++x) to.out[x] = 0;
   const QueryTile any = tile_of(0);
   const TileRange seen = kv_range(p.variant, seq.used, any.query_begin(), any.query_end());
   const std::int64_t end = seen.end < item.key_end ? seen.end : item.key_end;
   std::int64_t j = seen.begin > item.key_begin ? seen.begin : item.key_begin;
   for (j = j / kDecodeKeys * kDecodeKeys; j < end; j += kDecodeKeys) {
-    const auto keys_from = [&](std::int64_t first) {
-      return static_cast<int>(clamp(end - first, 0, kDecodeKeys));
-    };
+    const int count = static_cast<int>(clamp(end - j, 0, kDecodeKeys));
+    const std::int64_t row = seq.k_begin + j;
+    if (p.k.dim == 1 && p.v.dim == 1) {
+      const KeyRows<T> in_place{reinterpret_cast<const T*>(p.k.at(item.b, row, item.kv_head)),
+                                reinterpret_cast<const T*>(p.v.at(item.b, row, item.kv_head)),
+                                p.k.row,
+                                p.v.row,
+                                p.k.head,
+                                p.v.head};
+      decode_tile<T, kRows>(p, seq, tile_of, s.lanes, to, in_place, 0, item.kv_heads, j, count,
+                            s.row);
+      continue;
+    }
+    const KeyRows<float> copied{s.k_panels, s.v_panels, q_step, v_step, 0, 0};
     for (std::int64_t n = 0; n < item.kv_heads; ++n) {
-      const QueryTile tile = tile_of(n);
-      set_lanes(p, tile, s.lanes);
-      const bool last = n + 1 == item.kv_heads;
-      const std::int64_t next = last ? j + kDecodeKeys : j;
-      const Ahead ahead{p.k.at(item.b, seq.k_begin + next, item.kv_head + (last ? 0 : n + 1)),
-                        p.k.row * std::int64_t{sizeof(T)}, p.dim * std::int64_t{sizeof(T)},
-                        keys_from(next)};
-      const std::int64_t row = seq.k_begin + j, head = item.kv_head + n;
-      if (p.k.dim == 1 && p.v.dim == 1) {
-        const KeyRows<T> in_place{reinterpret_cast<const T*>(p.k.at(item.b, row, head)),
-                                  reinterpret_cast<const T*>(p.v.at(item.b, row, head)), p.k.row,
-                                  p.v.row};
-        decode_tile_any<T>(p, seq, tile, s.lanes, state(n), step, in_place, j, keys_from(j), ahead,
-                           s.row);
-        continue;
+      for (int key = 0; key < count; ++key) {
+        load_row(s.k_panels + key * q_step, p.k.at(item.b, row + key, item.kv_head + n), p.k.dtype,
+                 p.k.dim, p.dim);
+        load_row(s.v_panels + key * v_step, p.v.at(item.b, row + key, item.kv_head + n), p.v.dtype,
+                 p.v.dim, p.dim_v);
       }
-      const KeyRows<float> copied{s.k_panels, s.v_panels, q_step, step};
-      for (int key = 0; key < keys_from(j); ++key) {
-        load_row(s.k_panels + key * q_step, p.k.at(item.b, row + key, head), p.k.dtype, p.k.dim,
-                 p.dim);
-        load_row(s.v_panels + key * step, p.v.at(item.b, row + key, head), p.v.dtype, p.v.dim,
-                 p.dim_v);
-      }
-      decode_tile_any<float>(p, seq, tile, s.lanes, state(n), step, copied, j, keys_from(j), {},
-                             s.row);
+      decode_tile<float, kRows>(p, seq, tile_of, s.lanes, to, copied, n, 1, j, count, s.row);
     }
   }
+}
+
+template <class T>
+inline void decode_heads_any(const ForwardCall& call, const Item& item, bool with_sink,
+                             ForwardScratch<float>& s, const DecodeScratch& to) {
+  const std::int64_t rows = item.row_end - item.row_begin;
+  if (rows == 1) return decode_heads<T, 1>(call, item, with_sink, s, to);
+  if (rows == 2) return decode_heads<T, 2>(call, item, with_sink, s, to);
+  if (rows <= 4) return decode_heads<T, 4>(call, item, with_sink, s, to);
+  decode_heads<T, 8>(call, item, with_sink, s, to);
 }
 
 // Leaves the states of rows [0, rows) for merge_split_item.
@@ -425,17 +419,18 @@ inline void keep_partial(const ForwardCall& call, std::int64_t slot, std::int64_
 static void decode_item(const ForwardCall& call, const Item& item, bool with_sink,
                         ForwardScratch<float>& s, Arena& arena) {
   const Problem& p = *call.problem;
+  const DecodeScratch to(arena, p, item.kv_heads);
   if (p.dtype == DType::kBFloat16) {
-    decode_heads<BFloat16>(call, item, with_sink, s);
+    decode_heads_any<BFloat16>(call, item, with_sink, s, to);
   } else if (p.dtype == DType::kFloat16) {
-    decode_heads<Float16>(call, item, with_sink, s);
+    decode_heads_any<Float16>(call, item, with_sink, s, to);
   } else {
-    decode_heads<float>(call, item, with_sink, s);
+    decode_heads_any<float>(call, item, with_sink, s, to);
   }
-  const std::int64_t rows = item.row_end - item.row_begin, step = padded_dim<float>(p.dim_v);
+  const std::int64_t rows = item.row_end - item.row_begin, step = to.step;
   for (std::int64_t n = 0; n < item.kv_heads; ++n) {
-    const float* out = s.decode_out + n * kDecodeRows * step;
-    const float *ref = s.decode_ref + n * kDecodeRows, *sum = s.decode_sum + n * kDecodeRows;
+    const float* out = to.out + n * kDecodeRows * step;
+    const float *ref = to.ref + n * kDecodeRows, *sum = to.sum + n * kDecodeRows;
     if (item.partial >= 0) {
       keep_partial(call, item.partial + n * item.partial_step, rows, out, ref, sum);
       continue;
@@ -537,7 +532,8 @@ inline std::size_t forward_scratch_of(const Problem& p, const Tiles& t, std::int
     ForwardScratch<double>(arena, p, t, tiles);
   } else {
     ForwardScratch<float>(arena, p, t, tiles);
-    if (p.bias) ForwardScratch<double>(arena, p, t, 1);
+    if (decodable(p, 1)) DecodeScratch(arena, p, p.heads_k);
+    if (redone_in_double(p)) ForwardScratch<double>(arena, p, t, 1);
   }
   return arena.used();
 }

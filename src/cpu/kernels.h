@@ -46,7 +46,7 @@ struct Kernels {
                                   std::int64_t num_chunks);
   std::size_t (*chunk_bytes)(const Problem&);
   std::size_t (*partial_bytes)(const Problem&);
-  bool (*decodes)(const Problem&, std::int64_t rows);
+  const char* (*not_decoding)(const Problem&, std::int64_t rows);
 
   void (*forward)(const ForwardCall&, std::int64_t item, int worker);
   void (*merge_split)(const ForwardCall&, std::int64_t split, int worker);

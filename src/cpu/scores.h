@@ -22,27 +22,28 @@ inline Vec<R> to_base_2(Vec<R> z) {
   return ((z <= most) & (low > most)) ? most : low;
 }
 
-// The same of one number, in the precision of p's scores.
-static inline double to_base_2(const Problem& p, double natural) {
-  constexpr double kMostFloat = std::numeric_limits<float>::max();
-  constexpr double kMostDouble = std::numeric_limits<double>::max();
-  const double most = p.dtype == DType::kFloat64 ? kMostDouble : kMostFloat;
+// The same of one number, for scores of type R.
+template <class R>
+inline double to_base_2(double natural) {
+  constexpr double kMost = std::numeric_limits<R>::max();
   const double x = natural * kLog2E;
   if (!std::isfinite(natural)) return x;
-  return x > most ? most : x < -most ? -most : x;
+  return x > kMost ? kMost : x < -kMost ? -kMost : x;
 }
 
 // An attention sink is one more key with value zero: the state of a row before its keys.
 template <class R>
 inline Softmax<R> sink_state(const Problem& p, std::int64_t b, std::int64_t h) {
-  const R sink = p.sinks ? static_cast<R>(to_base_2(p, p.sinks.load(b, h))) : kEmpty<R>;
+  const R sink = p.sinks ? static_cast<R>(to_base_2<R>(p.sinks.load(b, h))) : kEmpty<R>;
   if (sink == kEmpty<R>) return {};
   return {std::ceil(sink), weight(sink, std::ceil(sink))};
 }
 
-// Turns scale * q.k into base-2 scores of the variant and hides what is hidden. `addend` is null
-// when there is nothing to add; top becomes the largest of each lane.
-template <class R, int N>
+// Turns scale * q.k into scores of the variant, in base 2 unless kUnits says natural, and hides
+// what is hidden. `addend` is null when there is nothing to add; top becomes the largest of each
+// lane.
+enum class Units { kBase2, kNatural };
+template <class R, int N, Units kUnits = Units::kBase2>
 inline void modify_scores(const Problem& p, const LaneFacts<R>& lanes, R* scores, const R* addend,
                           int num_keys, bool border, std::int64_t key_begin, Vec<R> (&top)[N]) {
   constexpr int kRow = N * kWidth<R>;
@@ -62,7 +63,10 @@ inline void modify_scores(const Problem& p, const LaneFacts<R>& lanes, R* scores
           at.distance = VectorArith<R>::abs(load(lanes.position + n * kWidth<R>) -
                                             splat<R>(static_cast<R>(key_begin + key)));
         }
-        x = to_base_2<R>(score(p.variant, x, at));
+        x = score(p.variant, x, at);
+        // A slope never hides a key, not even one that is too far away for R.
+        if (p.variant.has_slopes) x = max(x, splat<R>(std::numeric_limits<R>::lowest()));
+        if (kUnits == Units::kBase2) x = to_base_2<R>(x);
       }
       if (addend) x = at.bias == splat<R>(kEmpty<R>) ? splat<R>(kEmpty<R>) : x;
       if (border) {

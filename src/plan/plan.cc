@@ -85,7 +85,9 @@ CpuWork plan_forward(const Problem& p, const CpuFacts& facts) {
   for (std::int64_t b = 0; b < num_sequences; ++b) {
     const std::int64_t rows = p.sequences[static_cast<std::size_t>(b)].used.q * p.group;
     if (rows == 0) continue;
-    ++(facts.decodes && facts.decodes(p, rows) ? w.decoding : w.tiled);
+    const char* tiled = facts.not_decoding ? facts.not_decoding(p, rows) : "";
+    ++(tiled ? w.tiled : w.decoding);
+    if (tiled && rows <= kSplitRows) w.not_decoding = tiled;
     if (split_keys(p, b, facts, w)) continue;
     for (std::int64_t h = 0; h < p.heads_k; ++h) {
       for (std::int64_t r = 0; r < rows; r += step) {
@@ -143,12 +145,14 @@ CpuWork plan_backward(const Problem& p, const BackwardWants& wants, const CpuFac
 }
 
 std::string describe_kernel(const Problem& p, const CpuWork& w, const CpuFacts& facts) {
-  const char* path = w.decoding == 0 ? "tiled "
-                     : w.tiled == 0  ? "decoding "
-                                     : "tiled and decoding ";
-  return concat(path, facts.isa, ", ", w.tiles.rows, " rows x ", w.tiles.keys, " keys per tile, ",
-                w.tiles.super_keys, " keys packed at a time, ",
-                p.dtype == DType::kFloat64 ? "float64" : "float32", " inside");
+  const std::string split = w.splits.empty() ? "" : concat(", keys split every ", kSplitKeys);
+  const char* inside = p.dtype == DType::kFloat64 ? ", float64 inside" : ", float32 inside";
+  if (w.decoding > 0 && w.tiled == 0) {
+    return concat("decoding ", facts.isa, ", ", w.tiles.keys, " keys per tile", split, inside);
+  }
+  return concat(w.decoding == 0 ? "tiled " : "tiled and decoding ", facts.isa, ", ", w.tiles.rows,
+                " rows x ", w.tiles.keys, " keys per tile, ", w.tiles.super_keys,
+                " keys packed at a time", split, inside);
 }
 
 std::string describe_reasons(const Problem& p, const CpuWork& w, const CpuFacts& facts) {
@@ -164,8 +168,13 @@ std::string describe_reasons(const Problem& p, const CpuWork& w, const CpuFacts&
   if (!w.splits.empty()) {
     line("few queries: keys are split into stretches of ", kSplitKeys, ", merged in order");
   }
+  const bool strided = p.k.dim != 1 || p.v.dim != 1;
   if (w.decoding > 0) {
-    line("few queries: rows of k and v are read in place, a vector along head_dim at a time");
+    line("few queries: rows of k and v are read a vector along head_dim at a time, ",
+         strided ? "from a copy of each tile: a last stride is not 1" : "in place");
+  }
+  if (w.not_decoding != nullptr && *w.not_decoding != 0) {
+    line("few queries, yet not decoding: ", w.not_decoding);
   }
   if (p.mask) line("mask: read in place, tiles that it hides entirely are skipped");
   if (p.bias) line("bias: read in place, added to every tile");
@@ -176,7 +185,9 @@ std::string describe_reasons(const Problem& p, const CpuWork& w, const CpuFacts&
          " fused scale is not used");
   }
   for (const auto& [name, rows] : {std::pair{"q", p.q}, {"k", p.k}, {"v", p.v}}) {
-    if (rows.dim != 1) line("last stride of ", name, " is ", rows.dim, ": read element by element");
+    if (rows.dim != 1 && (w.tiled > 0 || w.decoding == 0)) {
+      line("last stride of ", name, " is ", rows.dim, ": read element by element");
+    }
   }
   if (w.by_chunk) {
     line("backward over ", w.num_chunks, " chunks of up to ", w.chunk,

@@ -530,5 +530,31 @@ TEST(Plan, reasons_name_what_was_asked_and_what_slows_it_down) {
   }
 }
 
+TEST(Plan, the_path_of_few_rows_is_named_and_so_is_why_it_is_not_decoding) {
+  const CpuFacts facts = cpu::facts(1);
+  struct Case {
+    std::int64_t queries, keys, dim;
+    DType dtype;
+    const char *kernel, *reason;
+  };
+  for (const Case& c : {
+           Case{4, 100, 64, DType::kFloat32, "decoding ", "in place"},
+           {4, 5000, 64, DType::kFloat32, "keys split every 1024", "in place"},
+           {4, 100, 31, DType::kFloat32, "tiled ", "not decoding: head dims are not multiples of"},
+           {4, 100, 64, DType::kFloat64, "tiled ", "not decoding: float64 is computed in tiles"},
+           {9, 100, 64, DType::kFloat32, "tiled ", "not decoding: more than 8 rows"},
+       }) {
+    SCOPED_TRACE(c.reason);
+    Question question = Question::dense(1, c.queries, c.keys, 1, 1, c.dim);
+    for (Tensor* t : {&question.a.q, &question.a.k, &question.a.v}) t->dtype = c.dtype;
+    const Problem p = question.problem();
+    const CpuWork w = plan_forward(p, facts);
+    const std::string kernel = describe_kernel(p, w, facts);
+    const std::string reasons = describe_reasons(p, w, facts);
+    EXPECT_NE(kernel.find(c.kernel), std::string::npos) << kernel;
+    EXPECT_NE(reasons.find(c.reason), std::string::npos) << reasons;
+  }
+}
+
 }  // namespace
 }  // namespace onefold::test

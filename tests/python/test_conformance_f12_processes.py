@@ -231,6 +231,31 @@ def test_f12_7_a_process_that_ends_while_threads_wait_does_not_hang():
     assert result.returncode == 0, result.stderr[-500:]
 
 
+def test_f12_7_a_process_that_ends_while_daemon_threads_are_inside_calls_ends_well():
+    """Short calls from several threads: at the end some are always about to take the GIL again.
+
+    With NumPy, because PyTorch's own operators abort such a process.
+    """
+    result = python(
+        """
+        import threading, numpy, onefold
+        q = numpy.ones((1, 30, 2, 32), dtype=numpy.float32)
+        busy = [threading.Event() for _ in range(4)]
+        def work(called):
+            while True:
+                onefold.attention(q, q, q)
+                called.set()
+        for called in busy:
+            threading.Thread(target=work, args=(called,), daemon=True).start()
+        for called in busy:
+            called.wait()
+        print("done", flush=True)
+        """
+    )
+    assert result.stdout.strip() == "done"
+    assert result.returncode == 0, result.stderr[-500:]
+
+
 def test_f12_7_an_error_inside_a_call_leaves_the_threads_usable(device):
     q, k, v = (normal(seeded(n), 2, 40, 2, 16).float() for n in range(3))
     want = onefold.attention(q, k, v)

@@ -184,12 +184,18 @@ def test_heads_within_a_group_may_be_permuted(dtype, device):
     assert_same_bits(found.out, whole.out[:, :, order], "out")
 
 
+@pytest.mark.parametrize(("sq", "sk"), [(30, 90), (12, 1100)])
 @pytest.mark.parametrize("group", [2, 3, 7])
-def test_grouped_heads_are_repeated_key_heads(group, dtype, device):
-    shape = (2, 30, 90, 2 * group, 2, 16, 24)
+def test_grouped_heads_are_repeated_key_heads(group, sq, sk, dtype, device):
+    shape = (2, sq, sk, 2 * group, 2, 16, 24)
     case = make_case("normal", dtype, shape, causal=True)
     k, v = (x.repeat_interleave(group, dim=2) for x in (case.k, case.v))
-    found, repeated = run(case, device), run(changed(case, k=k, v=v), device)
+    alone = changed(case, k=k, v=v)
+    found, repeated = run(case, device), run(alone, device)
+    if path(case, device) != path(alone, device):  # fewer rows share a head: see explain
+        hold_bounds(case, device, found)
+        hold_bounds(alone, device, repeated)
+        return
     assert_same_bits(found.out, repeated.out, "out")
     assert_same_bits(found.lse, repeated.lse, "lse")
     assert_same_bits(found.gradients["q"], repeated.gradients["q"], "dq")

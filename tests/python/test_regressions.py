@@ -129,11 +129,31 @@ def test_a_row_of_equal_huge_biases_has_the_gradients_of_equal_weights(
     assert dq.abs().max() == 0
 
 
+@pytest.mark.parametrize("sq", [1, 20, 70])
+@pytest.mark.parametrize("values", [(-2.5e38, -2.6e38), (3e38, 3.3e38), (-3.4e38, -3.3e38)])
+def test_of_two_huge_biases_the_larger_takes_all_in_both_directions(
+    values: tuple[float, float], sq: int, dtype: torch.dtype
+) -> None:
+    q, k, v = (x.requires_grad_() for x in _question(sq, 2, 4, 16, dtype))
+    bias = torch.tensor(values, requires_grad=True)
+    out = onefold.attention(q, k, v, bias=bias)
+    winner = int(bias.argmax())
+    assert torch.equal(out, v[:, winner : winner + 1].repeat_interleave(2, 2).expand_as(out))
+    dq, dk, dv, _ = torch.autograd.grad(out.sum(), (q, k, v, bias))
+    assert torch.equal(dv[:, winner], torch.full_like(dv[:, winner], 2 * sq))
+    assert dv[:, 1 - winner].abs().max() == 0 and dk[:, 1 - winner].abs().max() == 0
+    # One weight is 1: dZ = dP - dO . O, the difference of two sums of 16 products.
+    room = 64 * torch.finfo(torch.float32).eps * v.abs().max() * 16
+    assert dq.abs().max() <= room * k.abs().max()
+
+
 @pytest.mark.parametrize("sink", [3e38, -3e38])
 def test_a_sink_near_the_end_of_float32_takes_all_or_nothing(sink: float) -> None:
     q, k, v = (x.requires_grad_() for x in _question(5, 9, 4, 16, torch.float32))
     sinks = torch.full((q.shape[2],), sink, requires_grad=True)
     out, lse = onefold.attention(q, k, v, sinks=sinks, return_lse=True)
+    if sink > 0:
+        assert torch.equal(lse, torch.full_like(lse, sink))
     assert lse.isfinite().all()
     grads = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v, sinks))
     assert all(grad.isfinite().all() for grad in grads)
@@ -141,6 +161,15 @@ def test_a_sink_near_the_end_of_float32_takes_all_or_nothing(sink: float) -> Non
         assert out.abs().max() == 0 and grads[2].abs().max() == 0
     else:
         assert torch.equal(out, onefold.attention(q, k, v))
+
+
+@pytest.mark.parametrize("sq", [3, 60])
+def test_a_slope_too_steep_for_float32_never_hides_a_key(sq: int) -> None:
+    q, k, v = _question(sq, sq, 4, 16, torch.float32)
+    slopes = torch.full((4,), 1e38)
+    out, lse = onefold.attention(q, k, v, alibi_slopes=slopes, window=(50, -2), return_lse=True)
+    assert torch.equal(lse[:, :, 2:], torch.full_like(lse[:, :, 2:], -2e38))
+    assert torch.equal(out[:, 2:], v[:, : sq - 2].repeat_interleave(2, 2))
 
 
 def test_a_scale_beyond_what_scores_can_hold_is_refused() -> None:

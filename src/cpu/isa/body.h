@@ -76,7 +76,7 @@ static double fma_probe(std::int64_t rounds) {
 
 static constexpr Kernels kKernels{kLanes<float>,    kLanes<double>, forward_scratch_of,
                                   backward_scratch, chunk_bytes,    partial_bytes,
-                                  decodable,        forward,        merge_split,
+                                  not_decoding,     forward,        merge_split,
                                   backward,         reduce_chunks,  bias_items,
                                   bias_gradient,    fma_probe};
 

@@ -1,6 +1,6 @@
 // What every processor of the architecture has.
 #define ONEFOLD_ISA baseline
-#include "cpu/isa_body.h"
+#include "cpu/isa/body.h"
 
 namespace onefold::cpu {
 

@@ -1,7 +1,7 @@
 // AVX-512 (F, BW, DQ, VL).
 #define ONEFOLD_ISA avx512
 #if defined(__AVX512F__)
-#include "cpu/isa_body.h"
+#include "cpu/isa/body.h"
 #else
 #include "cpu/kernels.h"
 #endif

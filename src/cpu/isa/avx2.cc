@@ -1,7 +1,7 @@
 // AVX2 with FMA and F16C.
 #define ONEFOLD_ISA avx2
 #if defined(__AVX2__)
-#include "cpu/isa_body.h"
+#include "cpu/isa/body.h"
 #else
 #include "cpu/kernels.h"
 #endif

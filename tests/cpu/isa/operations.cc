@@ -1,0 +1,76 @@
+#include "tests/cpu/isa/operations.h"
+
+#include "cpu/decode.h"
+
+namespace onefold::test::ONEFOLD_ISA {
+namespace {
+
+namespace simd = cpu::ONEFOLD_ISA;
+using simd::Vec;
+
+template <class R>
+using Arithmetic = simd::VectorArith<R>;
+
+template <class R>
+VectorOperations<R> vector_operations() {
+  VectorOperations<R> t{};
+  t.width = simd::kWidth<R>;
+  t.splat = [](R x, R* to) { simd::store(to, simd::splat<R>(x)); };
+  t.fma = [](const R* a, const R* b, const R* c, R* to) {
+    simd::store(to, Arithmetic<R>::fma(simd::load(a), simd::load(b), simd::load(c)));
+  };
+  t.max = [](const R* a, const R* b, R* to) {
+    simd::store(to, Arithmetic<R>::max(simd::load(a), simd::load(b)));
+  };
+  t.min = [](const R* a, const R* b, R* to) {
+    simd::store(to, simd::min(simd::load(a), simd::load(b)));
+  };
+  t.ceil = [](const R* x, R* to) { simd::store(to, Arithmetic<R>::ceil(simd::load(x))); };
+  t.abs = [](const R* x, R* to) { simd::store(to, Arithmetic<R>::abs(simd::load(x))); };
+  t.exp2 = [](const R* x, R* to) { simd::store(to, Arithmetic<R>::exp2(simd::load(x))); };
+  t.tanh = [](const R* x, R* to) { simd::store(to, Arithmetic<R>::tanh(simd::load(x))); };
+  t.select_less = [](const R* a, const R* b, R* to) {
+    const Vec<R> x = simd::load(a), y = simd::load(b);
+    simd::store(to, Arithmetic<R>::select(Arithmetic<R>::less(x, y), x, y));
+  };
+  t.select_equal = [](const R* a, const R* b, R* to) {
+    const Vec<R> x = simd::load(a), y = simd::load(b);
+    simd::store(to, Arithmetic<R>::select(Arithmetic<R>::equal(x, y), x, Vec<R>{}));
+  };
+  t.load_row = &simd::load_row<R>;
+  t.store_row = &simd::store_row<R>;
+  t.transpose = &simd::transpose<R>;
+  t.all_finite = &simd::all_finite<R>;
+  return t;
+}
+
+Operations all_operations() {
+  Operations t{};
+  t.of_float = vector_operations<float>();
+  t.of_double = vector_operations<double>();
+  t.widen_float = [](const float* from, float* to) { simd::store(to, simd::widen(from)); };
+  t.widen_bfloat16 = [](const std::uint16_t* from, float* to) {
+    simd::store(to, simd::widen(reinterpret_cast<const simd::BFloat16*>(from)));
+  };
+  t.widen_float16 = [](const std::uint16_t* from, float* to) {
+    simd::store(to, simd::widen(reinterpret_cast<const simd::Float16*>(from)));
+  };
+  t.sum_lanes = [](const float* x) { return simd::sum_lanes(simd::load(x)); };
+  t.sum_lanes_of = [](const float* x, int count, float* to) {
+    Vec<float> vectors[simd::kDecodeRegisters];
+    for (int n = 0; n < count; ++n) vectors[n] = simd::load(x + n * simd::kWidth<float>);
+    count == 8 ? simd::sum_lanes_of<8>(vectors, to)
+               : simd::sum_lanes_of<simd::kDecodeRegisters>(vectors, to);
+  };
+  t.sum_lanes_most = simd::kDecodeRegisters;
+  return t;
+}
+
+}  // namespace
+
+const Operations& operations() {
+  static const Operations table = all_operations();
+  return table;
+}
+
+}  // namespace onefold::test::ONEFOLD_ISA

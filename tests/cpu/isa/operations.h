@@ -1,0 +1,61 @@
+// The vector operations of one instruction set, as plain functions that a test may call.
+//
+// Invariant: operations.cc is compiled once per set with that set's flags and defines one table;
+// like the kernels, it shares no inline function with anybody, so it includes no test framework.
+// Includes tensor.h and the standard library.
+#pragma once
+
+#include <cstdint>
+
+#include "onefold/tensor.h"
+
+namespace onefold::test {
+
+// Of vectors of R. Pointers are to one vector, `width` numbers, unless said otherwise.
+template <class R>
+struct VectorOperations {
+  int width;
+  void (*splat)(R x, R* to);
+  void (*fma)(const R* a, const R* b, const R* c, R* to);
+  void (*max)(const R* a, const R* b, R* to);
+  void (*min)(const R* a, const R* b, R* to);
+  void (*ceil)(const R* x, R* to);
+  void (*abs)(const R* x, R* to);
+  void (*exp2)(const R* x, R* to);
+  void (*tanh)(const R* x, R* to);
+  void (*select_less)(const R* a, const R* b, R* to);   // a where a < b, else b
+  void (*select_equal)(const R* a, const R* b, R* to);  // a where a == b, else 0
+
+  // Of rows of any length.
+  void (*load_row)(R* to, const void* from, DType dtype, std::int64_t stride, std::int64_t count);
+  void (*store_row)(void* to, DType dtype, std::int64_t stride, const R* from, std::int64_t count);
+  void (*transpose)(const R* from, std::int64_t from_step, std::int64_t rows, std::int64_t columns,
+                    R* to, std::int64_t to_step);
+  bool (*all_finite)(const R* row, std::int64_t count);
+};
+
+struct Operations {
+  VectorOperations<float> of_float;
+  VectorOperations<double> of_double;
+  // One vector of elements, as floats; of its lanes, the sum.
+  void (*widen_float)(const float* from, float* to);
+  void (*widen_bfloat16)(const std::uint16_t* from, float* to);
+  void (*widen_float16)(const std::uint16_t* from, float* to);
+  float (*sum_lanes)(const float* x);
+  // `count` vectors, one after another; count is 8 or sum_lanes_most.
+  void (*sum_lanes_of)(const float* x, int count, float* to);
+  int sum_lanes_most;
+};
+
+// Absent where this build lacks the set.
+namespace avx512 {
+[[gnu::weak]] const Operations& operations();
+}
+namespace avx2 {
+[[gnu::weak]] const Operations& operations();
+}
+namespace baseline {
+[[gnu::weak]] const Operations& operations();
+}
+
+}  // namespace onefold::test
