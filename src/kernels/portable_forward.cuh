@@ -43,6 +43,7 @@ struct PortableForward {
   static constexpr int kOutBlocks = kSpec.dim_v / 8;
   static constexpr int kQSteps = kSpec.q_in_registers ? kSpec.dim / Op::kDepth : 1;
   static constexpr float kExactLog2 = 4096.0f;  // beyond, c * s - c * ref is not exact enough
+  static constexpr float kLargest = 3.402823466e38f;
 
   // ---- storage ----
   using QTile = tile::SharedTile<kSpec.tile_q, kSpec.row_bytes()>;
@@ -241,9 +242,11 @@ struct PortableForward {
     }
   }
 
+  static __forceinline__ bool is_extreme(float log2) { return ::fabsf(log2) > kExactLog2; }
+
   // Raises the references for a tile of scores and brings O to them. On return the weight of a
   // score x is 2^(x * factor - against), by weight_from.
-  __forceinline__ void raise_references(float (&s)[kRowTiles][kBlocks][4], Mufu& factor,
+  __forceinline__ void raise_references(float (&s)[kRowTiles][kBlocks][4], Mufu factor,
                                         Mufu (&against)[kRowTiles][2]) {
     const LaggingBy<Mufu> gauge{
         {Scores<kFeatures>::kNatural ? kLagLog2 * static_cast<float>(kLn2) : args.score_lag}};
@@ -261,17 +264,22 @@ struct PortableForward {
         keep[m][half] = raise(state[m][half], Mufu{tile::quad_max(top)}, factor, gauge);
         against[m][half] = anchor(state[m][half].ref) * factor;
         moved |= keep[m][half].x != 1.0f;
-        extreme |= ::fabsf(against[m][half].x) > kExactLog2;
+        extreme |= is_extreme(against[m][half].x);
       }
     }
     if (__any_sync(tile::kAllLanes, moved)) {
       for_each(out, [&](float& x, int m, int half) { x *= keep[m][half].x; });
     }
     if (__any_sync(tile::kAllLanes, extreme)) {
-      for_each(
-          s, [&](float& x, int m, int half) { x = (x - anchor(state[m][half].ref).x) * factor.x; });
-      factor = {1.0f};
-      for (int m = 0; m < kRowTiles; ++m) against[m][0] = against[m][1] = {0.0f};
+      // Row by row: what one row holds changes no bit of another.
+      for_each(s, [&](float& x, int m, int half) {
+        if (is_extreme(against[m][half].x)) x -= anchor(state[m][half].ref).x;
+      });
+      for (int m = 0; m < kRowTiles; ++m) {
+        for (int half = 0; half < 2; ++half) {
+          if (is_extreme(against[m][half].x)) against[m][half] = {0.0f};
+        }
+      }
     }
   }
   // body(number, row tile, upper or lower row)
@@ -291,7 +299,8 @@ struct PortableForward {
   // just before their product, so that they overlap with the product of the keys before.
   __forceinline__ void absorb(float (&s)[kRowTiles][kBlocks][4], int tile, int stage,
                               float to_base_2) {
-    Mufu factor{to_base_2}, against[kRowTiles][2];
+    const Mufu factor{to_base_2};
+    Mufu against[kRowTiles][2];
     raise_references(s, factor, against);
     const auto to_weights = [&](int n) {
 #pragma unroll
@@ -414,15 +423,28 @@ struct PortableForward {
       for (int half = 0; half < 2; ++half) {
         const int row = row0 + warp * kWarpRows + 16 * m + 8 * half + lane / 4;
         const bool used = row < at.n.q;
-        Softmax<Mufu> total{{state[m][half].ref.x * to_base_2},
-                            {tile::quad_sum(state[m][half].sum.x)}};
+        const float ref = state[m][half].ref.x;
+        Softmax<Mufu> total{{ref * to_base_2}, {tile::quad_sum(state[m][half].sum.x)}};
+        // A bias may be so small that it is minus infinity in base 2: the row is not empty for
+        // that.
+        const bool below = ref > kEmpty<float> && total.ref.x == kEmpty<float>;
+        if (below) total.ref.x = -kLargest;
         float factor = args.keep_scale;
-        if (p.sinks.data != nullptr) {
+        float natural = lse(total).x * static_cast<float>(kLn2);
+        if (is_extreme(total.ref.x)) {
+          const float log2_sum = lse(Softmax<Mufu>{{0.0f}, total.sum}).x;
+          const float unit = Scores<kFeatures>::kNatural ? 1.0f : p.score_factor;
+          natural = ref * unit + log2_sum * static_cast<float>(kLn2);
+        }
+        const float sink =
+            p.sinks.data != nullptr ? p.sinks.data[at.h * p.sinks.head] : kEmpty<float>;
+        if (sink != kEmpty<float>) {
           // An attention sink is one more key with value zero.
-          const float sink = p.sinks.data[at.h * p.sinks.head] * static_cast<float>(kLog2E);
-          const Softmax<Mufu> with = merge(total, SoftmaxFold<Mufu>::lift(Mufu{sink}));
+          const Mufu in_base_2{sink * static_cast<float>(kLog2E)};
+          const Softmax<Mufu> with = merge(total, SoftmaxFold<Mufu>::lift(in_base_2));
           factor *= weight(total.ref, with.ref).x;
           total = with;
+          natural = lse(total).x * static_cast<float>(kLn2);
         }
         const bool empty = !used || total.sum.x == 0.0f;
         factor = empty ? 0.0f : factor * ptx::rcp_approx(total.sum.x);
@@ -435,7 +457,6 @@ struct PortableForward {
         }
         if (args.lse.data != nullptr && lane % 4 == 0 && row < num_rows) {
           const i64 b = packed() ? 0 : at.b;
-          const float natural = lse(total).x * static_cast<float>(kLn2);
           args.lse.data[b * args.lse.batch + at.h * args.lse.head +
                         (q_row + row - row0) * args.lse.row] = empty ? kEmpty<float> : natural;
         }

@@ -130,7 +130,7 @@ CudaFacts cuda_facts_of(int arch) {
   // memory per multiprocessor; a block may have all but one.
   constexpr struct {
     int arch, shared_kib;
-  } kKnown[] = {{800, 164}, {860, 100},  {870, 164},  {890, 100},  {900, 228},
+  } kKnown[] = {{800, 164},  {860, 100},  {870, 164},  {890, 100},  {900, 228},
                 {1000, 228}, {1030, 228}, {1100, 228}, {1200, 100}, {1210, 100}};
   std::string known;
   for (const auto& row : kKnown) {

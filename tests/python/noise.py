@@ -4,6 +4,9 @@ Each rounding is an independent random relative error of RMS 0.425 u (the mean o
 uniform error). Errors are carried to the result to first order, so the prediction needs P and the
 partial sums of every dot product; it is meant for small dense cases with scale and causal only.
 
+Tensor cores do not round their sums but truncate them, which makes errors of one sign, and 16-bit
+kernels round weights and dS before a product: both are predicted too.
+
 A prediction is the variance of each element, and the variance of the mean over all elements: an
 error that a whole row shares does not average out along it.
 """
@@ -20,6 +23,11 @@ from gates import TINY, UNIT, Case, arithmetic
 
 RELATIVE = 0.425  # RMS of a rounding error in units of u
 EXP2 = 1.2  # RMS error of 2^x in units of u, polynomial and last rounding, on (-1/2, 1/2)
+
+
+# Of the sums that a tensor core truncates: what is lost is uniform below one unit in the last place,
+# so 2^-24 of the sum's power of two, which is 1 / (2 ln 2) of the sum in the mean over mantissas.
+TRUNCATED = 2.0**-24 / (2 * math.log(2))
 
 
 @dataclass
@@ -60,6 +68,14 @@ def partial_sums(products: Tensor, axis: int, block: int) -> Tensor:
     return (running**2).sum((axis, axis + 1)) + (whole.cumsum(axis) ** 2).sum(axis)
 
 
+def lost_in_steps(products: Tensor, axis: int, step: int) -> Tensor:
+    """The sum of all running sums along an axis that are taken every `step` elements."""
+    axis = axis % products.dim()
+    at = torch.arange(step - 1, products.shape[axis] + step - 1, step)
+    running = products.cumsum(axis)
+    return running.index_select(axis, at.clamp(max=products.shape[axis] - 1)).sum(axis)
+
+
 def of_storing(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Variance of rounding x to a 16-bit format, whose small numbers have an absolute error."""
     tiny = x.abs().clamp(max=3**-0.5 * TINY[dtype])
@@ -74,6 +90,12 @@ class Prediction:
         self.case, self.u = case, a.u
         self.r2 = (RELATIVE * a.u) ** 2
         self.tile, self.lanes = a.key_tile, a.lanes
+        narrow = case.dtype in (torch.float16, torch.bfloat16)
+        # Of weights and of dS before a product, relative to them.
+        self.of_operand = (RELATIVE * UNIT[case.dtype]) ** 2 if device == "cuda" and narrow else 0.0
+        # Truncations of a sum: how many elements each step takes, and how often each is truncated.
+        self.step, self.times = (16, 1) if narrow else (8, 3)
+        self.truncates = device == "cuda"
         q, k, v = (x.double().transpose(1, 2) for x in (case.q, case.k, case.v))
         self.q, self.k, self.v = q, k, v
         scale = case.options.get("scale")
@@ -99,7 +121,14 @@ class Prediction:
             self.drift = (rounded / exact - 1.0) * score
         else:
             self.drift = torch.zeros_like(score)
+        self.drift -= self._lost(products, -1)
         self.of_weight = self.of_score + (EXP2 * a.u) ** 2
+
+    def _lost(self, products: Tensor, axis: int) -> Tensor:
+        """What truncation takes from the sum of products along an axis."""
+        if not self.truncates:
+            return torch.zeros_like(products.select(axis, 0))
+        return TRUNCATED * self.times * lost_in_steps(products, axis, self.step)
 
     def _of_storing(self, x: Tensor) -> Tensor:
         narrow = self.case.dtype in (torch.float16, torch.bfloat16)
@@ -114,11 +143,13 @@ class Prediction:
         deviation = self.v.unsqueeze(-3) - self.out.unsqueeze(-2)  # (B, H, Sq, Sk, Dv)
         weighted = self.p.unsqueeze(-1) * deviation
         variance = (weighted**2 * self.of_weight.unsqueeze(-1)).sum(-2)
-        sums = partial_sums(self.p.unsqueeze(-1) * self.v.unsqueeze(-3), -2, self.tile)
+        products = self.p.unsqueeze(-1) * self.v.unsqueeze(-3)
+        sums = partial_sums(products, -2, self.tile)
         variance = variance + self.r2 * (sums + self.out**2) + self._of_storing(self.out)
+        variance = variance + self.of_operand * (products**2).sum(-2)
         noise = independent(variance)
         noise += shared(self.out, self._of_sum().unsqueeze(-1), (-1,))
-        drift = (weighted * self.drift.unsqueeze(-1)).sum(-2)
+        drift = (weighted * self.drift.unsqueeze(-1)).sum(-2) - self._lost(products, -2)
         noise += Noise(drift**2, drift.mean().item() ** 2)
         return Noise(noise.variance.transpose(1, 2), noise.of_mean)
 
@@ -143,7 +174,7 @@ class Prediction:
         of_lse = self.log_sum().variance + r2 * self.lse**2
         difference = dp - delta.unsqueeze(-1)
         ds = p * difference
-        of_ds = ds**2 * (self.of_weight + 2 * r2) + p**2 * of_dp
+        of_ds = ds**2 * (self.of_weight + self.of_operand + 2 * r2) + p**2 * of_dp
         drift = ds * (self.drift - (p * self.drift).sum(-1, keepdim=True))
 
         def finish(noise: Noise, value: Tensor, blocks: Tensor, shift: Tensor) -> Noise:
@@ -165,7 +196,7 @@ class Prediction:
             of_k += Noise(row.variance.sum(-3), row.of_mean * spread.shape[-3] ** 2)
         sums_k = partial_sums(scale * ds.unsqueeze(-1) * self.q.unsqueeze(-2), -3, self.lanes)
 
-        of_v = independent((p**2 * self.of_weight).mT @ dout**2)
+        of_v = independent((p**2 * (self.of_weight + self.of_operand)).mT @ dout**2)
         spread = p.unsqueeze(-1) * dout.unsqueeze(-2)
         row = shared(spread, of_lse[..., None, None], (-2, -1))
         of_v += Noise(row.variance.sum(-3), row.of_mean * spread.shape[-3] ** 2)
