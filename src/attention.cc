@@ -249,9 +249,7 @@ void set_num_threads(int count) try {
   rethrow_as_error();
 }
 
-int num_threads() try {
-  return cpu::pool_threads();
-} catch (...) {
+int num_threads() try { return cpu::pool_threads(); } catch (...) {
   rethrow_as_error();
 }
 

@@ -204,8 +204,7 @@ int quota_processors(std::istream& memberships, const std::filesystem::path& mou
     // hierarchy:controllers:path, where version 2 has no controllers
     const std::size_t first = line.find(':'), second = line.find(':', first + 1);
     if (second == std::string::npos) continue;
-    const std::string controllers =
-        concat(",", line.substr(first + 1, second - first - 1), ",");
+    const std::string controllers = concat(",", line.substr(first + 1, second - first - 1), ",");
     const bool v2 = controllers == ",,";
     if (!v2 && controllers.find(",cpu,") == std::string::npos) continue;
     // A path above the mounted part begins with "..": only what is mounted can be read.

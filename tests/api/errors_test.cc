@@ -1,4 +1,5 @@
-// What leaves the public functions: an onefold::Error with one sentence, whatever went wrong inside.
+// What leaves the public functions: an onefold::Error with one sentence, whatever went wrong
+// inside.
 
 #include <gtest/gtest.h>
 
@@ -72,8 +73,8 @@ void expect_of_every_call(const char* sentence, const Failure& failure) {
   gradients.dq = c.rows(dq.data());
   const Tensor out = c.rows(c.result.data());
   expect_runtime_error(sentence, [&] { forward(context, c.question(), out); });
-  expect_runtime_error(
-      sentence, [&] { backward(context, c.question(), out, c.lse(), out, {}, gradients); });
+  expect_runtime_error(sentence,
+                       [&] { backward(context, c.question(), out, c.lse(), out, {}, gradients); });
   std::array<float, 200 * Case::kDim> parts{}, part_lses{}, merged{}, merged_lses{};
   Tensor outs = out, lses = out, to = out, to_lse = out;
   outs.data = parts.data(), outs.rank = 3, outs.shape = {2, 100, 4}, outs.stride = {400, 4, 1};
