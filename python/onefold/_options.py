@@ -53,7 +53,7 @@ _MOD_ALTERNATIVES = {
 
 
 class Options(TypedDict, total=False):
-    """The keywords of `attention` that say what is computed."""
+    """The keywords of `attention` that say what is computed, and `deterministic`."""
 
     scale: float | None
     causal: Causal
@@ -71,6 +71,10 @@ class Options(TypedDict, total=False):
     max_seqlen_k: int | None
     seqused_q: Any
     seqused_k: Any
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    aux: Sequence[Any] | None
+    deterministic: bool | None
 
 
 def arguments(
@@ -120,8 +124,13 @@ def arguments(
     )
 
 
-def from_options(function: str, q: Any, k: Any, v: Any, options: Options) -> Arguments:
-    """`arguments` for a function that takes the keywords as **options."""
+def from_options(
+    function: str, q: Any, k: Any, v: Any, options: Options | dict[str, Any]
+) -> Arguments:
+    """`arguments` for a function that takes the keywords as **options and is deterministic."""
+    options = dict(options)
+    refuse_mods(**{name: options.pop(name, None) for name in _MOD_ALTERNATIVES})
+    check_flags(options.pop("deterministic", None), False)
     for name in options:
         if name not in Options.__annotations__:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")

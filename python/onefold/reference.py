@@ -1,7 +1,8 @@
 """The oracle: attention and all its gradients, naive, in float64, one row at a time.
 
-It shares no code with what it judges. Arguments are those of `onefold.attention`; results are
-float64 arrays of the caller's framework. Dropout needs an explicit seed here.
+It shares no code with what it judges. Arguments are those of `onefold.attention` except `out`, and
+mean the same; results are float64 arrays of the caller's framework. Dropout needs an explicit seed
+here, and `attention` returns lse unless it is told not to.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._dispatch import front_end
-from ._options import DROPOUT_P, SEED, Arguments, Options, from_options
+from ._options import DROPOUT_P, SEED, Arguments, Options, check_flag, from_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -58,9 +59,14 @@ class ForwardTerms:
     max_magnitude: Any
 
 
-def attention(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> tuple[Any, Any]:
-    """(out, lse) in float64: (B, Sq, Hq, Dv) and (B, Hq, Sq), or packed (Tq, Hq, Dv), (Hq, Tq)."""
-    return _wrap(q, _core.reference_forward(*_prepare("attention", q, k, v, options)))
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: bool = True, **options: Unpack[Options]
+) -> Any:
+    """(out, lse) in float64: (B, Sq, Hq, Dv) and (B, Hq, Sq), or packed (Tq, Hq, Dv), (Hq, Tq);
+    out alone with `return_lse=False`."""
+    check_flag("return_lse", return_lse)
+    out, lse = _wrap(q, _core.reference_forward(*_prepare("attention", q, k, v, options)))
+    return (out, lse) if return_lse else out
 
 
 def forward_terms(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> ForwardTerms:

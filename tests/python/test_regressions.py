@@ -354,3 +354,22 @@ def test_sdpa_names_what_it_was_given() -> None:
             onefold.sdpa(*given, **options)
     with pytest.raises(NotImplementedError, match=r"^onefold\.sdpa does not work inside torch"):
         torch.func.vmap(onefold.sdpa)(q[None], q[None], q[None])
+
+
+def test_what_attention_is_asked_the_oracle_explain_and_warmup_can_be_asked(capsys) -> None:
+    q, k, v = _question(5, 9, 4, 16, torch.float32)
+    asked = {"deterministic": True, "return_lse": True, "causal": True}
+    out, lse = onefold.reference.attention(q, k, v, **asked)
+    assert torch.equal(onefold.reference.attention(q, k, v, **asked | {"return_lse": False}), out)
+    assert lse.shape == (2, 4, 5)
+    assert onefold.explain(q, k, v, **asked).forward.backend == "cpu"
+    assert onefold.warmup(q, k, v, **asked) == []
+    functions = (onefold.attention, onefold.reference.attention, onefold.explain, onefold.warmup)
+    for function in functions:
+        for name in ("score_mod", "mask_mod", "aux"):
+            with pytest.raises(NotImplementedError, match=f"{name} is not supported yet: "):
+                function(q, k, v, **{name: [1]})
+        with pytest.raises(TypeError, match="deterministic is a str: True, False or None"):
+            function(q, k, v, deterministic="x")
+        with pytest.raises(TypeError, match="return_lse is a int: True or False is needed"):
+            function(q, k, v, return_lse=1)
