@@ -88,11 +88,25 @@ CudaFacts cuda_facts(const Context& context) {
 
 // The plan of a question on CUDA, as if out were packed like q.
 Plan cuda_plan(const Context& context, const Problem& problem, Direction direction) {
-  if (direction == Direction::kBackward) unsupported("backward on CUDA is not there yet");
   const CudaFacts facts = cuda_facts(context);
-  const kernels::ForwardPlan plan = plan_cuda_forward(problem, {}, facts);
   Plan result;
   result.backend = "cuda";
+  if (direction == Direction::kBackward) {
+    BackwardTensors all;
+    all.dq = problem.q;
+    all.dk = problem.k;
+    all.dv = problem.v;
+    all.dbias = problem.bias;
+    all.dslopes = problem.slopes;
+    all.dsinks = problem.sinks;
+    const kernels::BackwardPlan plan = plan_cuda_backward(problem, all, false, facts);
+    result.kernel = "portable_backward " + cuda::text(plan.spec);
+    result.work_items = plan.blocks;
+    result.workspace_bytes = static_cast<std::size_t>(plan.workspace_bytes);
+    result.why = describe_reasons(problem, plan, facts);
+    return result;
+  }
+  const kernels::ForwardPlan plan = plan_cuda_forward(problem, {}, facts);
   result.kernel = "portable_forward " + cuda::text(plan.spec);
   result.work_items = plan.blocks;
   result.workspace_bytes = static_cast<std::size_t>(plan.workspace_bytes);
@@ -100,15 +114,53 @@ Plan cuda_plan(const Context& context, const Problem& problem, Direction directi
   return result;
 }
 
-// The programs that answer a question on such a device.
-std::vector<jit::Program> cuda_programs(const Problem& problem, Direction direction,
+// The programs that answer a question on such a device: gradients as wanted, or forward without.
+// Outputs count as laid out like inputs.
+std::vector<jit::Program> cuda_programs(const Problem& problem, const Gradients* wanted,
                                         const CudaFacts& facts) {
-  if (direction == Direction::kBackward) unsupported("backward on CUDA is not there yet");
-  return cuda::programs(problem, plan_cuda_forward(problem, {}, facts));
+  std::vector<jit::Program> programs;
+  const cuda::Launches to(programs);
+  std::byte nowhere{};
+  if (wanted == nullptr) {
+    cuda::run_forward(problem, plan_cuda_forward(problem, {}, facts), {}, to, &nowhere);
+    return programs;
+  }
+  BackwardTensors tensors;
+  if (wanted->dq) tensors.dq = problem.q;
+  if (wanted->dk) tensors.dk = problem.k;
+  if (wanted->dv) tensors.dv = problem.v;
+  if (wanted->dbias) tensors.dbias = problem.bias;
+  if (wanted->dslopes) tensors.dslopes = problem.slopes;
+  if (wanted->dsinks) tensors.dsinks = problem.sinks;
+  const kernels::BackwardPlan plan =
+      plan_cuda_backward(problem, tensors, wanted->deterministic, facts);
+  cuda::run_backward(problem, plan, tensors, to, &nowhere);
+  return programs;
 }
 
 std::string text(const jit::Binary& binary) {
   return concat(binary.name, " for ", binary.target, ", ", binary.facts.registers, " registers");
+}
+
+std::vector<std::string> make_ready(const Context& context, const Attention& attention,
+                                    const Gradients* wanted) {
+  const Problem problem = make_problem(attention, context.device);
+  std::vector<std::string> ready;
+  if (!on_cuda(context)) return ready;
+  for (const jit::Program& program : cuda_programs(problem, wanted, cuda_facts(context))) {
+    ready.push_back(text(*cuda::load(program, context.device.index, context.stream).binary));
+  }
+  return ready;
+}
+
+std::vector<std::string> compile_ahead(int arch, const Attention& attention,
+                                       const Gradients* wanted) {
+  const Problem problem = make_problem(attention, {DeviceType::kCuda, attention.q.device.index});
+  std::vector<std::string> built;
+  for (const jit::Program& program : cuda_programs(problem, wanted, cuda_facts_of(arch))) {
+    built.push_back(text(jit::get(program)));
+  }
+  return built;
 }
 
 BackwardWants wanted(const Problem& p, const BackwardTensors& t) {
@@ -170,27 +222,26 @@ Plan plan(const Context& context, const Attention& attention, Direction directio
   rethrow_as_error();
 }
 
+std::vector<std::string> warm_up(const Context& context, const Attention& attention) try {
+  return make_ready(context, attention, nullptr);
+} catch (...) {
+  rethrow_as_error();
+}
 std::vector<std::string> warm_up(const Context& context, const Attention& attention,
-                                 Direction direction) try {
-  const Problem problem = make_problem(attention, context.device);
-  std::vector<std::string> ready;
-  if (!on_cuda(context)) return ready;
-  for (const jit::Program& program : cuda_programs(problem, direction, cuda_facts(context))) {
-    ready.push_back(text(*cuda::load(program, context.device.index, context.stream).binary));
-  }
-  return ready;
+                                 const Gradients& gradients) try {
+  return make_ready(context, attention, &gradients);
 } catch (...) {
   rethrow_as_error();
 }
 
-std::vector<std::string> prebuild(int arch, const Attention& attention, Direction direction) try {
-  const Device device{DeviceType::kCuda, attention.q.device.index};
-  std::vector<std::string> built;
-  for (const jit::Program& program :
-       cuda_programs(make_problem(attention, device), direction, cuda_facts_of(arch))) {
-    built.push_back(text(jit::get(program)));
-  }
-  return built;
+std::vector<std::string> prebuild(int arch, const Attention& attention) try {
+  return compile_ahead(arch, attention, nullptr);
+} catch (...) {
+  rethrow_as_error();
+}
+std::vector<std::string> prebuild(int arch, const Attention& attention,
+                                  const Gradients& gradients) try {
+  return compile_ahead(arch, attention, &gradients);
 } catch (...) {
   rethrow_as_error();
 }
@@ -219,7 +270,12 @@ void backward(const Context& context, const Attention& attention, const Tensor& 
   const Problem problem = make_problem(attention, context.device);
   const BackwardTensors tensors =
       make_backward(problem, attention, out, lse, dout, dlse, gradients);
-  if (on_cuda(context)) unsupported("backward on CUDA is not there yet");
+  if (on_cuda(context)) {
+    const kernels::BackwardPlan plan =
+        plan_cuda_backward(problem, tensors, gradients.deterministic, cuda_facts(context));
+    const std::shared_ptr<void> memory = cuda_workspace(context, plan.workspace_bytes);
+    return cuda::run_backward(problem, plan, tensors, context.stream, memory.get());
+  }
   const CallExecutor call(context);
   const CpuWork work =
       plan_backward(problem, wanted(problem, tensors), cpu::facts(call.executor->concurrency()));

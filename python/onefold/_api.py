@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from ._dispatch import front_end
 from ._options import (
+    DIFFERENTIABLE,
     Causal,
     Options,
     Window,
@@ -223,6 +224,7 @@ def warmup(
     *,
     backward: bool | None = None,
     return_lse: bool = False,
+    deterministic: bool | None = None,
     **options: Unpack[Options],
 ) -> list[str]:
     """Makes ready what `attention` with the same arguments needs, so that the call is fast the
@@ -233,19 +235,29 @@ def warmup(
 
     Args:
         q, k, v: as in `attention`; no value is read.
-        backward: also the kernels of the gradients; None: when an input requires a gradient.
+        backward: also the kernels of the gradients, of those inputs that require one or, when none
+            does, of all; None: when an input requires one.
         return_lse: as in `attention`; the kernels are the same either way.
+        deterministic: as in `attention`.
         options: the keywords of `attention` except `out`.
 
     Returns:
         The kernels, one line each; none on the CPU, which has nothing to make ready.
     """
-    check_flag("return_lse", return_lse)
-    question = front_end(q).prepare(from_options("warmup", q, k, v, options))
+    check_flags(deterministic, return_lse)
+    module = front_end(q)
+    question = module.prepare(from_options("warmup", q, k, v, options))
+    needs = [getattr(question[i], "requires_grad", False) for i in DIFFERENTIABLE]
     if backward is None:
-        backward = any(getattr(array, "requires_grad", False) for array in question)
-    ready = _core.warm_up(*question, False)
-    return ready + _core.warm_up(*question, True) if backward else ready
+        backward = any(needs)
+    if backward and not any(needs):
+        needs = [question[i] is not None for i in DIFFERENTIABLE]
+    ready = _core.warm_up(*question, None, False)
+    if backward:
+        if deterministic is None:
+            deterministic = module.wants_determinism()
+        ready += _core.warm_up(*question, needs, deterministic)
+    return ready
 
 
 def info() -> str:

@@ -104,3 +104,8 @@ def wrap_float64(shape: tuple[int, ...], data: bytearray) -> Any:
 def broadcast_to(array: Any, shape: tuple[int, ...]) -> Any:
     """A view of stride 0 where axes repeat."""
     return np.broadcast_to(array, shape)
+
+
+def wants_determinism() -> bool:
+    """What deterministic=None means."""
+    return True

@@ -41,6 +41,7 @@ NAMES = (
     "max_seqlen_k",
 )
 NUM_ARRAYS = 11  # q to seqused_k
+DIFFERENTIABLE = (0, 1, 2, 3, 5, 6)  # q, k, v, bias, slopes and sinks
 INDEX_ARRAYS = range(7, 11)  # cu_seqlens_q to seqused_k: lists are welcome
 SEED = 11
 DROPOUT_P = 17

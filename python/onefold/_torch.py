@@ -11,6 +11,7 @@ from torch.autograd import Function, forward_ad
 
 from . import _torch_ops as ops
 from ._options import (
+    DIFFERENTIABLE,
     DROPOUT_P,
     INDEX_ARRAYS,
     NAMES,
@@ -122,6 +123,11 @@ def _refuse_tangents(function: str, names: Sequence[str], tensors: Sequence[Any]
             raise NotImplementedError(_FORWARD_MODE.format(function, name))
 
 
+def wants_determinism() -> bool:
+    """What deterministic=None means."""
+    return torch.are_deterministic_algorithms_enabled()
+
+
 # ---- attention ----
 
 
@@ -144,7 +150,7 @@ class _Attention(Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         *arrays, seed, out, lse = ctx.saved_tensors
         question = (*arrays, ctx.seed if seed is None else seed, *ctx.scalars)
-        needs = [ctx.needs_input_grad[1 + i] for i in ops.DIFFERENTIABLE]
+        needs = [ctx.needs_input_grad[1 + i] for i in DIFFERENTIABLE]
         result: list[Any] = [None] * (1 + len(question))
         if dout is None and dlse is None:
             return tuple(result)
@@ -153,7 +159,7 @@ class _Attention(Function):
             gradients = _Gradients.apply(ctx.deterministic, needs, dout, dlse, out, lse, *question)
         else:
             gradients = ops.backward(dout, dlse, question, out, lse, ctx.deterministic, needs)
-        for i, gradient in zip(ops.DIFFERENTIABLE, gradients, strict=True):
+        for i, gradient in zip(DIFFERENTIABLE, gradients, strict=True):
             result[1 + i] = gradient
         return tuple(result)
 
@@ -189,7 +195,7 @@ def attention(question: Arguments, deterministic: bool | None, return_lse: bool,
         return _attention_into(ready, wanted, return_lse, out)
     if wanted is not None:
         if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
+            deterministic = wants_determinism()
         if torch.compiler.is_compiling():
             ready = _distinct(ready)
         out, lse = _Attention.apply(deterministic, *ready)
@@ -210,7 +216,7 @@ def _distinct(question: Sequence[Any]) -> list[Any]:
 def _requiring_gradient(question: Sequence[Any]) -> str | None:
     """The name of the first input that does, or None."""
     if torch.is_grad_enabled():
-        for i in ops.DIFFERENTIABLE:
+        for i in DIFFERENTIABLE:
             if question[i] is not None and question[i].requires_grad:
                 return NAMES[i]
     return None

@@ -482,7 +482,11 @@ DOUBLE = torch.zeros(2, 3, 4, 4, dtype=torch.float64)
         ({"dropout_p": 0.5, "seed": 1.5}, TypeError, "seed is a float: an int or a one-element"),
         ({"dropout_p": 0.5, "seed": 2**64}, ValueError, "seed is 18446744073709551616: an integer"),
         ({"dropout_p": 0.5, "seed": torch.ones(1)}, ValueError, "seed is one element of float32"),
-        ({"dropout_p": 0.5, "seed": torch.tensor([1, 2])}, ValueError, "seed is 2 elements of int64"),
+        (
+            {"dropout_p": 0.5, "seed": torch.tensor([1, 2])},
+            ValueError,
+            "seed is 2 elements of int64",
+        ),
         ({"score_mod": max}, NotImplementedError, "score_mod is not supported yet: bias="),
         ({"mask_mod": max}, NotImplementedError, "mask_mod is not supported yet: mask="),
         ({"aux": ()}, NotImplementedError, "aux is not supported yet"),
