@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <stdexcept>
+#include <system_error>
 
 #include "core/problem.h"
 #include "cpu/cpu.h"
@@ -175,9 +177,23 @@ BackwardWants wanted(const Problem& p, const BackwardTensors& t) {
   return w;
 }
 
+// What leaves a public function is an Error, or whatever the caller's own executor or allocator
+// threw that is none of these.
+[[noreturn]] void rethrow_as_error() {
+  try {
+    throw;
+  } catch (const std::bad_alloc&) {
+    throw Error(ErrorKind::kRuntime, "the call needs more memory than there is to have");
+  } catch (const std::length_error&) {
+    throw Error(ErrorKind::kRuntime, "the call needs more memory than can be addressed");
+  } catch (const std::system_error& error) {
+    throw Error(ErrorKind::kRuntime, concat("the system refused: ", error.what()));
+  }
+}
+
 }  // namespace
 
-Plan plan(const Context& context, const Attention& attention, Direction direction) {
+Plan plan(const Context& context, const Attention& attention, Direction direction) try {
   const Problem problem = make_problem(attention, context.device);
   if (on_cuda(context)) return cuda_plan(context, problem, direction);
   const CallExecutor call(context);
@@ -202,26 +218,36 @@ Plan plan(const Context& context, const Attention& attention, Direction directio
   result.workspace_bytes = work.workspace_bytes;
   result.why = describe_reasons(problem, work, facts);
   return result;
+} catch (...) {
+  rethrow_as_error();
 }
 
-std::vector<std::string> warm_up(const Context& context, const Attention& attention) {
+std::vector<std::string> warm_up(const Context& context, const Attention& attention) try {
   return make_ready(context, attention, nullptr);
+} catch (...) {
+  rethrow_as_error();
 }
 std::vector<std::string> warm_up(const Context& context, const Attention& attention,
-                                 const Gradients& gradients) {
+                                 const Gradients& gradients) try {
   return make_ready(context, attention, &gradients);
+} catch (...) {
+  rethrow_as_error();
 }
 
-std::vector<std::string> prebuild(int arch, const Attention& attention) {
+std::vector<std::string> prebuild(int arch, const Attention& attention) try {
   return compile_ahead(arch, attention, nullptr);
+} catch (...) {
+  rethrow_as_error();
 }
 std::vector<std::string> prebuild(int arch, const Attention& attention,
-                                  const Gradients& gradients) {
+                                  const Gradients& gradients) try {
   return compile_ahead(arch, attention, &gradients);
+} catch (...) {
+  rethrow_as_error();
 }
 
 void forward(const Context& context, const Attention& attention, const Tensor& out,
-             const std::optional<Tensor>& lse) {
+             const std::optional<Tensor>& lse) try {
   const Problem problem = make_problem(attention, context.device);
   const ForwardTensors to = make_forward(problem, attention, out, lse);
   if (on_cuda(context)) {
@@ -234,11 +260,13 @@ void forward(const Context& context, const Attention& attention, const Tensor& o
   const std::shared_ptr<void> memory = workspace(context, work.workspace_bytes);
   cpu::run_forward(problem, work, to.out, to.lse, *call.executor,
                    static_cast<std::byte*>(memory.get()));
+} catch (...) {
+  rethrow_as_error();
 }
 
 void backward(const Context& context, const Attention& attention, const Tensor& out,
               const Tensor& lse, const std::optional<Tensor>& dout,
-              const std::optional<Tensor>& dlse, const Gradients& gradients) {
+              const std::optional<Tensor>& dlse, const Gradients& gradients) try {
   const Problem problem = make_problem(attention, context.device);
   const BackwardTensors tensors =
       make_backward(problem, attention, out, lse, dout, dlse, gradients);
@@ -253,32 +281,42 @@ void backward(const Context& context, const Attention& attention, const Tensor& 
       plan_backward(problem, wanted(problem, tensors), cpu::facts(call.executor->concurrency()));
   const std::shared_ptr<void> memory = workspace(context, work.workspace_bytes);
   cpu::run_backward(problem, work, tensors, *call.executor, static_cast<std::byte*>(memory.get()));
+} catch (...) {
+  rethrow_as_error();
 }
 
 void merge_states(const Context& context, const Tensor& outs, const Tensor& lses, const Tensor& out,
-                  const Tensor& lse) {
+                  const Tensor& lse) try {
   if (on_cuda(context)) unsupported("merge_states on CUDA is not there yet");
   check_merge(outs, lses, out, lse);
   const CallExecutor call(context);
   cpu::merge_states(outs, lses, out, lse, *call.executor);
+} catch (...) {
+  rethrow_as_error();
 }
 
-void set_num_threads(int count) {
+void set_num_threads(int count) try {
   constexpr int kMostThreads = 4096;
   if (count < 0 || count > kMostThreads) {
     invalid("num_threads is ", count, ": from 0 (all there are) to ", kMostThreads, " is needed");
   }
   cpu::set_pool_threads(count);
+} catch (...) {
+  rethrow_as_error();
 }
 
-int num_threads() { return cpu::pool_threads(); }
+int num_threads() try { return cpu::pool_threads(); } catch (...) {
+  rethrow_as_error();
+}
 
-std::string info() {
+std::string info() try {
   const CpuFacts facts = cpu::facts(num_threads());
   return concat("onefold ", ONEFOLD_VERSION, "\n", "backend cpu, instruction set ", facts.isa, ", ",
                 facts.threads, facts.threads == 1 ? " thread" : " threads", " of ",
                 cpu::available_processors(), " available, L2 cache ", facts.l2_bytes / 1024,
                 " KiB\n");
+} catch (...) {
+  rethrow_as_error();
 }
 
 }  // namespace onefold

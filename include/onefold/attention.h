@@ -97,10 +97,11 @@ enum class Direction : std::uint8_t { kForward, kBackward };
 
 // How a call will be executed. Same plan, same bits.
 struct Plan {
-  std::string backend;              // "cpu"
+  std::string backend;              // "cpu" or "cuda"
   std::string kernel;               // one line: instruction set, tiles
   std::int64_t work_items = 0;      // units handed to the executor
-  std::size_t workspace_bytes = 0;  // what Context::allocate will be asked for
+  std::size_t workspace_bytes = 0;  // Context::allocate is asked for this, or in backward for less:
+                                    // a plan counts every gradient, a call those that are wanted
   std::string why;                  // lines: each choice and each faster path not taken
 };
 
@@ -139,7 +140,8 @@ void merge_states(const Context& context, const Tensor& outs, const Tensor& lses
 void set_num_threads(int count);
 int num_threads();
 
-// One line each: version, instruction set, threads, cache sizes.
+// Lines of text: the version, then for each backend what it runs on (instruction set, threads,
+// caches).
 std::string info();
 
 }  // namespace onefold

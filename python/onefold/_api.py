@@ -14,6 +14,7 @@ from ._options import (
     Options,
     Window,
     arguments,
+    check_flag,
     check_flags,
     from_options,
     integer,
@@ -193,16 +194,20 @@ class Explanation:
         return f"<onefold explanation: {self.forward.backend}, {self.forward.kernel}>"
 
 
-def explain(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> Explanation:
+def explain(
+    q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Unpack[Options]
+) -> Explanation:
     """Prints how `attention` with the same arguments would run and, for each faster path, why not.
 
     Args:
         q, k, v: as in `attention`.
-        options: the keywords of `attention` that say what is computed.
+        return_lse: as in `attention`; the plan is the same either way.
+        options: the keywords of `attention` except `out`.
 
     Returns:
         The plans of both directions.
     """
+    check_flag("return_lse", return_lse)
     question = front_end(q).prepare(from_options("explain", q, k, v, options))
     explanation = Explanation(
         Plan("forward", *_core.plan(*question, False)),
@@ -218,6 +223,7 @@ def warmup(
     v: Any,
     *,
     backward: bool | None = None,
+    return_lse: bool = False,
     deterministic: bool | None = None,
     **options: Unpack[Options],
 ) -> list[str]:
@@ -231,12 +237,14 @@ def warmup(
         q, k, v: as in `attention`; no value is read.
         backward: also the kernels of the gradients, of those inputs that require one or, when none
             does, of all; None: when an input requires one.
+        return_lse: as in `attention`; the kernels are the same either way.
         deterministic: as in `attention`.
-        options: the keywords of `attention` that say what is computed.
+        options: the keywords of `attention` except `out`.
 
     Returns:
         The kernels, one line each; none on the CPU, which has nothing to make ready.
     """
+    check_flags(deterministic, return_lse)
     module = front_end(q)
     question = module.prepare(from_options("warmup", q, k, v, options))
     needs = [getattr(question[i], "requires_grad", False) for i in DIFFERENTIABLE]
@@ -253,7 +261,7 @@ def warmup(
 
 
 def info() -> str:
-    """What runs here: version, instruction set, threads, cache sizes, one line each."""
+    """What runs here: the version, then each backend with its instruction set, threads, caches."""
     return _core.info()
 
 

@@ -13,10 +13,10 @@
 #include <string>
 #include <vector>
 
+#include "cpu/cpu.h"
 #include "onefold/attention.h"
 #include "py_arguments.h"
 #include "py_gil.h"
-#include "py_probe.h"
 #include "py_tensor.h"
 
 namespace nb = nanobind;
@@ -110,8 +110,8 @@ void read_seed(nb::handle object, Attention& a) {
   }
   const Tensor t = tensor_from_python(object, {"seed", "int64"});
   if (t.dtype != DType::kInt64 || t.elements() != 1) {
-    invalid("seed has ", t.elements(), " elements of ", name(t.dtype),
-            ": an int, or one element of int64, is needed");
+    invalid("seed is ", t.elements() == 1 ? "one element" : concat(t.elements(), " elements"),
+            " of ", name(t.dtype), ": an int, or one element of int64, is needed");
   }
   if (t.device.type != DeviceType::kCpu) {
     a.seed_tensor = t;
@@ -345,7 +345,8 @@ NB_MODULE(_core, m) {
   m.def("num_threads", [] { return onefold::num_threads(); });
   m.def("info", [] { return nb::str(onefold::info().c_str()); });
   m.def(
-      "fma_probe", [](double seconds) { return fma_probe(seconds); }, nb::call_guard<WithoutGil>());
+      "fma_rate", [](double seconds) { return onefold::cpu::fma_rate(seconds); },
+      nb::call_guard<WithoutGil>());
   define_reference(m);
   define_jit(m);
 }

@@ -15,15 +15,18 @@ from torch import Tensor
 from . import _core
 from ._options import DIFFERENTIABLE, NUM_ARRAYS, SEED
 
+# A Scalar is a float that may also be known only when a compiled graph runs: scale=t.item().
 _QUESTION = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? slopes, Tensor? sinks, "
-    "Tensor? cu_q, Tensor? cu_k, Tensor? used_q, Tensor? used_k, Tensor? seed, float? scale, "
-    "str causal, SymInt? left, SymInt? right, float softcap, float dropout_p, SymInt? max_q, "
+    "Tensor? cu_q, Tensor? cu_k, Tensor? used_q, Tensor? used_k, Tensor? seed, Scalar? scale, "
+    "str causal, SymInt? left, SymInt? right, Scalar softcap, Scalar dropout_p, SymInt? max_q, "
     "SymInt? max_k"
 )
 NUM_GRADIENTS = 6
 
-# A gradient's strides follow its input's, so a compiler must not change those behind our back.
+# A gradient's strides follow its input's, so a compiler must not change those behind our back. The
+# exact tag is newer than the fixed-order one, which stands in where it is missing; both at once
+# would contradict each other.
 _TAGS = tuple(
     getattr(torch.Tag, name)
     for name in ("pt2_compliant_tag", "needs_exact_strides", "needs_fixed_stride_order")
@@ -40,6 +43,8 @@ def _resolved(question: Sequence[Any]) -> list[Any]:
     for i in range(NUM_ARRAYS):
         if ready[i] is not None and ready[i].is_neg():
             ready[i] = ready[i].resolve_neg()
+    if isinstance(ready[SEED], Tensor):
+        ready[SEED] = ready[SEED].resolve_neg()
     return ready
 
 
