@@ -128,7 +128,7 @@ def test_the_cpu_has_nothing_to_make_ready(framework):
 
 def test_warmup_refuses_what_attention_refuses():
     x = torch.ones(1, 3, 2, 8)
-    with pytest.raises(ValueError, match="^seqlen of v is 2: 3 is needed"):
+    with pytest.raises(ValueError, match=r"^seqlen of v is 2: 3 is needed"):
         onefold.warmup(x, x, x[:, :2])
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         onefold.warmup(x, x, x, colour=1)
