@@ -79,9 +79,9 @@ static std::string text(const kernels::GradientSumsSpec& s) {
 
 // A kernel named after its program, made from a spec that is a constant in it.
 template <class Spec>
-static jit::Program specialised(const Spec& spec, const char* type, const char* name, const char* header,
-                         const std::string& bounds, const char* arguments,
-                         const std::string& run) {
+static jit::Program specialised(const Spec& spec, const char* type, const char* name,
+                                const char* header, const std::string& bounds,
+                                const char* arguments, const std::string& run) {
   jit::Program made;
   made.name = name;
   made.entry = name;
@@ -98,9 +98,10 @@ jit::Program program(const ForwardSpec& spec) {
 }
 
 jit::Program program(const BackwardSpec& spec) {
-  return specialised(spec, "BackwardSpec", "portable_backward", "portable_backward.cuh",
-                     "kSpec.threads(), kSpec.blocks_per_sm", "BackwardArguments",
-                     concat(kSharedMemory, "  PortableBackward<kSpec>(arguments, memory).run();\n"));
+  return specialised(
+      spec, "BackwardSpec", "portable_backward", "portable_backward.cuh",
+      "kSpec.threads(), kSpec.blocks_per_sm", "BackwardArguments",
+      concat(kSharedMemory, "  PortableBackward<kSpec>(arguments, memory).run();\n"));
 }
 
 jit::Program program(const kernels::BackwardRowsSpec& spec) {

@@ -22,7 +22,9 @@ NumbersView view(const Numbers& n) {
   return {n.present ? static_cast<float*>(n.data) : nullptr, n.batch, n.head, n.row};
 }
 
-static IndexView view(const Indices& i) { return {i.data, i.stride, i.present ? size_bytes(i.dtype) : 0}; }
+static IndexView view(const Indices& i) {
+  return {i.data, i.stride, i.present ? size_bytes(i.dtype) : 0};
+}
 
 // Positions at which a grid may be read: all, along broadcast axes.
 static void limit(Lengths& readable, const Grid& g) {

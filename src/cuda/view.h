@@ -3,13 +3,13 @@
 // Invariant: nothing here reads a tensor. Includes core, the specs, launch.h and program.h.
 #pragma once
 
+#include <list>
+#include <mutex>
+
 #include "core/problem.h"
 #include "cuda/launch.h"
 #include "cuda/program.h"
 #include "kernels/mask_classes_spec.h"
-
-#include <list>
-#include <mutex>
 
 namespace onefold::cuda {
 

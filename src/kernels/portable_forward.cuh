@@ -88,8 +88,7 @@ struct PortableForward {
 
   // Which tile of which head this block owns. False when it has no rows.
   __forceinline__ bool locate() {
-    const QueryTile tile =
-        query_tile_at(p, ptx::block_idx(), kSpec.tile_q, args.longest_first);
+    const QueryTile tile = query_tile_at(p, ptx::block_idx(), kSpec.tile_q, args.longest_first);
     at = tile.at;
     row0 = tile.row0;
     num_rows = tile.num_rows;
