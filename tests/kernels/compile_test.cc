@@ -22,7 +22,8 @@ namespace {
 
 // An address that nobody reads, of a device that need not exist.
 Tensor place(int number, DType dtype, std::initializer_list<std::int64_t> shape) {
-  Tensor t = Tensor::packed(reinterpret_cast<void*>(std::uintptr_t(number + 1) << 40), dtype, shape);
+  Tensor t =
+      Tensor::packed(reinterpret_cast<void*>(std::uintptr_t(number + 1) << 40), dtype, shape);
   t.device = {DeviceType::kCuda, 0};
   return t;
 }
@@ -33,8 +34,8 @@ struct Kind {
   std::size_t shared, shared_per_sm;
 };
 constexpr Kind kKinds[] = {
-    {"sm_80", 800, 163 * 1024, 164 * 1024},  {"sm_86", 860, 99 * 1024, 100 * 1024},
-    {"sm_89", 890, 99 * 1024, 100 * 1024},   {"sm_90", 900, 227 * 1024, 228 * 1024},
+    {"sm_80", 800, 163 * 1024, 164 * 1024},   {"sm_86", 860, 99 * 1024, 100 * 1024},
+    {"sm_89", 890, 99 * 1024, 100 * 1024},    {"sm_90", 900, 227 * 1024, 228 * 1024},
     {"sm_100", 1000, 227 * 1024, 228 * 1024}, {"sm_120", 1200, 99 * 1024, 100 * 1024},
 };
 
@@ -55,7 +56,8 @@ Planned plan_of(const Asked& asked, const Kind& kind) {
               .k = place(1, t, {2, 500, 2, d}),
               .v = place(2, t, {2, 500, 2, d}),
               .causal = Causal::kBottomRight};
-  Gradients g{place(3, t, {2, 300, 4, d}), place(4, t, {2, 500, 2, d}), place(5, t, {2, 500, 2, d})};
+  Gradients g{place(3, t, {2, 300, 4, d}), place(4, t, {2, 500, 2, d}),
+              place(5, t, {2, 500, 2, d})};
   if (asked.options) {
     a.softcap = 3;
     a.dropout_p = 0.1;

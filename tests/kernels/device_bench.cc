@@ -4,9 +4,9 @@
 //   device_bench [--dims 64,128] [--tokens 16384] [--rounds 5] [--tiles] [--backward]
 //                [--seqlens 1024,8192] [--compile]
 //
-// --tiles times tiles that the plan does not choose, --backward the backward pass, --compile nothing:
-// it compiles for compute capability 9.0, for a cache to take along. bf16, hidden size 2048, TFLOP/s
-// as 4 B H Sq Sk D, backward 2.5 times that, half when causal.
+// --tiles times tiles that the plan does not choose, --backward the backward pass, --compile
+// nothing: it compiles for compute capability 9.0, for a cache to take along. bf16, hidden size
+// 2048, TFLOP/s as 4 B H Sq Sk D, backward 2.5 times that, half when causal.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -107,12 +107,9 @@ std::vector<BackwardTile> backward_candidates(std::int64_t dim) {
             {64, 64, 64, 4, false, 2, 2}};
   }
   if (dim == 128) {
-    return {{32, 128, 32, 8, true, 2, 1},
-            {64, 128, 64, 8, true, 2, 1},
-            {64, 128, 64, 8, false, 2, 1},
-            {64, 128, 32, 8, false, 2, 1},
-            {32, 128, 32, 8, false, 2, 1},
-            {32, 64, 32, 4, true, 2, 2},
+    return {{32, 128, 32, 8, true, 2, 1},  {64, 128, 64, 8, true, 2, 1},
+            {64, 128, 64, 8, false, 2, 1}, {64, 128, 32, 8, false, 2, 1},
+            {32, 128, 32, 8, false, 2, 1}, {32, 64, 32, 4, true, 2, 2},
             {64, 64, 64, 4, false, 1, 2}};
   }
   return {{32, 64, 32, 8, true, 2, 1}, {64, 64, 64, 8, true, 1, 1}, {32, 64, 32, 8, true, 1, 1}};
@@ -196,9 +193,8 @@ void bench(const Options& o, std::int64_t dim, std::int64_t seqlen, bool causal)
   const ForwardTensors t = make_forward(p, a, out, lse);
   const CudaFacts facts = facts_of(o);
   const kernels::ForwardPlan base = plan_cuda_forward(p, t, facts);
-  const double flops =
-      4.0 * double(batch * heads) * double(seqlen) * double(seqlen) * double(dim) *
-      (causal ? 0.5 : 1.0);
+  const double flops = 4.0 * double(batch * heads) * double(seqlen) * double(seqlen) * double(dim) *
+                       (causal ? 0.5 : 1.0);
   char what[80];
   std::snprintf(what, sizeof what, "%s d%-3d %-6s %6d", o.backward ? "bwd" : "fwd", int(dim),
                 causal ? "causal" : "full", int(seqlen));
@@ -210,9 +206,8 @@ void bench(const Options& o, std::int64_t dim, std::int64_t seqlen, bool causal)
       if (o.compile) return show_compiled(s);
       std::snprintf(name, sizeof name, "%4dx%-3d w%d s%d b%d %s", s.tile_q, s.tile_k, s.warps,
                     s.stages, s.blocks_per_sm, s.q_in_registers ? "qr" : "  ");
-      entries.push_back({name, [&p, plan, &t] {
-                           cuda::run_forward(p, plan, t, nullptr, nullptr);
-                         }});
+      entries.push_back(
+          {name, [&p, plan, &t] { cuda::run_forward(p, plan, t, nullptr, nullptr); }});
     };
     if (!o.tiles) add(base);
     for (const Tile& c : o.tiles ? candidates(int(dim)) : std::vector<Tile>{}) {
