@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <stdexcept>
+#include <system_error>
 
 #include "core/problem.h"
 #include "cpu/cpu.h"
@@ -86,11 +88,25 @@ CudaFacts cuda_facts(const Context& context) {
 
 // The plan of a question on CUDA, as if out were packed like q.
 Plan cuda_plan(const Context& context, const Problem& problem, Direction direction) {
-  if (direction == Direction::kBackward) unsupported("backward on CUDA is not there yet");
   const CudaFacts facts = cuda_facts(context);
-  const kernels::ForwardPlan plan = plan_cuda_forward(problem, {}, facts);
   Plan result;
   result.backend = "cuda";
+  if (direction == Direction::kBackward) {
+    BackwardTensors all;
+    all.dq = problem.q;
+    all.dk = problem.k;
+    all.dv = problem.v;
+    all.dbias = problem.bias;
+    all.dslopes = problem.slopes;
+    all.dsinks = problem.sinks;
+    const kernels::BackwardPlan plan = plan_cuda_backward(problem, all, false, facts);
+    result.kernel = "portable_backward " + cuda::text(plan.spec);
+    result.work_items = plan.blocks;
+    result.workspace_bytes = static_cast<std::size_t>(plan.workspace_bytes);
+    result.why = describe_reasons(problem, plan, facts);
+    return result;
+  }
+  const kernels::ForwardPlan plan = plan_cuda_forward(problem, {}, facts);
   result.kernel = "portable_forward " + cuda::text(plan.spec);
   result.work_items = plan.blocks;
   result.workspace_bytes = static_cast<std::size_t>(plan.workspace_bytes);
@@ -98,15 +114,53 @@ Plan cuda_plan(const Context& context, const Problem& problem, Direction directi
   return result;
 }
 
-// The programs that answer a question on such a device.
-std::vector<jit::Program> cuda_programs(const Problem& problem, Direction direction,
+// The programs that answer a question on such a device: gradients as wanted, or forward without.
+// Outputs count as laid out like inputs.
+std::vector<jit::Program> cuda_programs(const Problem& problem, const Gradients* wanted,
                                         const CudaFacts& facts) {
-  if (direction == Direction::kBackward) unsupported("backward on CUDA is not there yet");
-  return cuda::programs(problem, plan_cuda_forward(problem, {}, facts));
+  std::vector<jit::Program> programs;
+  const cuda::Launches to(programs);
+  std::byte nowhere{};
+  if (wanted == nullptr) {
+    cuda::run_forward(problem, plan_cuda_forward(problem, {}, facts), {}, to, &nowhere);
+    return programs;
+  }
+  BackwardTensors tensors;
+  if (wanted->dq) tensors.dq = problem.q;
+  if (wanted->dk) tensors.dk = problem.k;
+  if (wanted->dv) tensors.dv = problem.v;
+  if (wanted->dbias) tensors.dbias = problem.bias;
+  if (wanted->dslopes) tensors.dslopes = problem.slopes;
+  if (wanted->dsinks) tensors.dsinks = problem.sinks;
+  const kernels::BackwardPlan plan =
+      plan_cuda_backward(problem, tensors, wanted->deterministic, facts);
+  cuda::run_backward(problem, plan, tensors, to, &nowhere);
+  return programs;
 }
 
 std::string text(const jit::Binary& binary) {
   return concat(binary.name, " for ", binary.target, ", ", binary.facts.registers, " registers");
+}
+
+std::vector<std::string> make_ready(const Context& context, const Attention& attention,
+                                    const Gradients* wanted) {
+  const Problem problem = make_problem(attention, context.device);
+  std::vector<std::string> ready;
+  if (!on_cuda(context)) return ready;
+  for (const jit::Program& program : cuda_programs(problem, wanted, cuda_facts(context))) {
+    ready.push_back(text(*cuda::load(program, context.device.index, context.stream).binary));
+  }
+  return ready;
+}
+
+std::vector<std::string> compile_ahead(int arch, const Attention& attention,
+                                       const Gradients* wanted) {
+  const Problem problem = make_problem(attention, {DeviceType::kCuda, attention.q.device.index});
+  std::vector<std::string> built;
+  for (const jit::Program& program : cuda_programs(problem, wanted, cuda_facts_of(arch))) {
+    built.push_back(text(jit::get(program)));
+  }
+  return built;
 }
 
 BackwardWants wanted(const Problem& p, const BackwardTensors& t) {
@@ -123,9 +177,23 @@ BackwardWants wanted(const Problem& p, const BackwardTensors& t) {
   return w;
 }
 
+// What leaves a public function is an Error, or whatever the caller's own executor or allocator
+// threw that is none of these.
+[[noreturn]] void rethrow_as_error() {
+  try {
+    throw;
+  } catch (const std::bad_alloc&) {
+    throw Error(ErrorKind::kRuntime, "the call needs more memory than there is to have");
+  } catch (const std::length_error&) {
+    throw Error(ErrorKind::kRuntime, "the call needs more memory than can be addressed");
+  } catch (const std::system_error& error) {
+    throw Error(ErrorKind::kRuntime, concat("the system refused: ", error.what()));
+  }
+}
+
 }  // namespace
 
-Plan plan(const Context& context, const Attention& attention, Direction direction) {
+Plan plan(const Context& context, const Attention& attention, Direction direction) try {
   const Problem problem = make_problem(attention, context.device);
   if (on_cuda(context)) return cuda_plan(context, problem, direction);
   const CallExecutor call(context);
@@ -150,31 +218,36 @@ Plan plan(const Context& context, const Attention& attention, Direction directio
   result.workspace_bytes = work.workspace_bytes;
   result.why = describe_reasons(problem, work, facts);
   return result;
+} catch (...) {
+  rethrow_as_error();
 }
 
+std::vector<std::string> warm_up(const Context& context, const Attention& attention) try {
+  return make_ready(context, attention, nullptr);
+} catch (...) {
+  rethrow_as_error();
+}
 std::vector<std::string> warm_up(const Context& context, const Attention& attention,
-                                 Direction direction) {
-  const Problem problem = make_problem(attention, context.device);
-  std::vector<std::string> ready;
-  if (!on_cuda(context)) return ready;
-  for (const jit::Program& program : cuda_programs(problem, direction, cuda_facts(context))) {
-    ready.push_back(text(*cuda::load(program, context.device.index, context.stream).binary));
-  }
-  return ready;
+                                 const Gradients& gradients) try {
+  return make_ready(context, attention, &gradients);
+} catch (...) {
+  rethrow_as_error();
 }
 
-std::vector<std::string> prebuild(int arch, const Attention& attention, Direction direction) {
-  const Device device{DeviceType::kCuda, attention.q.device.index};
-  std::vector<std::string> built;
-  for (const jit::Program& program :
-       cuda_programs(make_problem(attention, device), direction, cuda_facts_of(arch))) {
-    built.push_back(text(jit::get(program)));
-  }
-  return built;
+std::vector<std::string> prebuild(int arch, const Attention& attention) try {
+  return compile_ahead(arch, attention, nullptr);
+} catch (...) {
+  rethrow_as_error();
+}
+std::vector<std::string> prebuild(int arch, const Attention& attention,
+                                  const Gradients& gradients) try {
+  return compile_ahead(arch, attention, &gradients);
+} catch (...) {
+  rethrow_as_error();
 }
 
 void forward(const Context& context, const Attention& attention, const Tensor& out,
-             const std::optional<Tensor>& lse) {
+             const std::optional<Tensor>& lse) try {
   const Problem problem = make_problem(attention, context.device);
   const ForwardTensors to = make_forward(problem, attention, out, lse);
   if (on_cuda(context)) {
@@ -187,46 +260,63 @@ void forward(const Context& context, const Attention& attention, const Tensor& o
   const std::shared_ptr<void> memory = workspace(context, work.workspace_bytes);
   cpu::run_forward(problem, work, to.out, to.lse, *call.executor,
                    static_cast<std::byte*>(memory.get()));
+} catch (...) {
+  rethrow_as_error();
 }
 
 void backward(const Context& context, const Attention& attention, const Tensor& out,
               const Tensor& lse, const std::optional<Tensor>& dout,
-              const std::optional<Tensor>& dlse, const Gradients& gradients) {
+              const std::optional<Tensor>& dlse, const Gradients& gradients) try {
   const Problem problem = make_problem(attention, context.device);
   const BackwardTensors tensors =
       make_backward(problem, attention, out, lse, dout, dlse, gradients);
-  if (on_cuda(context)) unsupported("backward on CUDA is not there yet");
+  if (on_cuda(context)) {
+    const kernels::BackwardPlan plan =
+        plan_cuda_backward(problem, tensors, gradients.deterministic, cuda_facts(context));
+    const std::shared_ptr<void> memory = cuda_workspace(context, plan.workspace_bytes);
+    return cuda::run_backward(problem, plan, tensors, context.stream, memory.get());
+  }
   const CallExecutor call(context);
   const CpuWork work =
       plan_backward(problem, wanted(problem, tensors), cpu::facts(call.executor->concurrency()));
   const std::shared_ptr<void> memory = workspace(context, work.workspace_bytes);
   cpu::run_backward(problem, work, tensors, *call.executor, static_cast<std::byte*>(memory.get()));
+} catch (...) {
+  rethrow_as_error();
 }
 
 void merge_states(const Context& context, const Tensor& outs, const Tensor& lses, const Tensor& out,
-                  const Tensor& lse) {
+                  const Tensor& lse) try {
   if (on_cuda(context)) unsupported("merge_states on CUDA is not there yet");
   check_merge(outs, lses, out, lse);
   const CallExecutor call(context);
   cpu::merge_states(outs, lses, out, lse, *call.executor);
+} catch (...) {
+  rethrow_as_error();
 }
 
-void set_num_threads(int count) {
+void set_num_threads(int count) try {
   constexpr int kMostThreads = 4096;
   if (count < 0 || count > kMostThreads) {
     invalid("num_threads is ", count, ": from 0 (all there are) to ", kMostThreads, " is needed");
   }
   cpu::set_pool_threads(count);
+} catch (...) {
+  rethrow_as_error();
 }
 
-int num_threads() { return cpu::pool_threads(); }
+int num_threads() try { return cpu::pool_threads(); } catch (...) {
+  rethrow_as_error();
+}
 
-std::string info() {
+std::string info() try {
   const CpuFacts facts = cpu::facts(num_threads());
   return concat("onefold ", ONEFOLD_VERSION, "\n", "backend cpu, instruction set ", facts.isa, ", ",
                 facts.threads, facts.threads == 1 ? " thread" : " threads", " of ",
                 cpu::available_processors(), " available, L2 cache ", facts.l2_bytes / 1024,
                 " KiB\n");
+} catch (...) {
+  rethrow_as_error();
 }
 
 }  // namespace onefold

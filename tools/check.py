@@ -54,7 +54,7 @@ ARROWS = {
     "tile": {"ptx", "algebra"},
     "kernels": {"tile", "ptx", "variant", "algebra"},
     "bodies": {"plan", "cpu", "cuda", "core", "variant", "api", "algebra"},
-    "python": {"api", "algebra", "reference", "jit"},
+    "python": {"api", "algebra", "reference", "jit", "cpu"},
 }
 
 # Headers of others that a layer must not see, whatever the arrows say.

@@ -69,6 +69,8 @@ struct Attention {
 // Where backward writes. Absent = not wanted. Shapes and dtypes are those of the inputs.
 struct Gradients {
   std::optional<Tensor> dq{}, dk{}, dv{}, dbias{}, dslopes{}, dsinks{};
+  // The same bits in every call. On the CPU they always are; on CUDA it makes dq slower.
+  bool deterministic = false;
 };
 
 // Runs `body(context, index, worker)` for every index in [0, count), at most concurrency() at a
@@ -95,25 +97,28 @@ enum class Direction : std::uint8_t { kForward, kBackward };
 
 // How a call will be executed. Same plan, same bits.
 struct Plan {
-  std::string backend;              // "cpu"
+  std::string backend;              // "cpu" or "cuda"
   std::string kernel;               // one line: instruction set, tiles
   std::int64_t work_items = 0;      // units handed to the executor
-  std::size_t workspace_bytes = 0;  // what Context::allocate will be asked for
+  std::size_t workspace_bytes = 0;  // Context::allocate is asked for this, or in backward for less:
+                                    // a plan counts every gradient, a call those that are wanted
   std::string why;                  // lines: each choice and each faster path not taken
 };
 
 // Validates `attention` and tells how it would run.
 Plan plan(const Context& context, const Attention& attention, Direction direction);
 
-// Makes ready what a call needs besides memory, so that it can be captured into a CUDA graph:
-// kernels are compiled and loaded on the device. No tensor is read. Names them, one a line; the CPU
-// has none to make.
+// Makes ready what forward needs besides memory, or backward for these gradients, so that the call
+// can be captured into a CUDA graph: kernels are compiled and loaded on the device. No tensor is
+// read or written. Names them, one a line; the CPU has none to make.
+std::vector<std::string> warm_up(const Context& context, const Attention& attention);
 std::vector<std::string> warm_up(const Context& context, const Attention& attention,
-                                 Direction direction);
+                                 const Gradients& gradients);
 
-// Compiles the kernels of a question about tensors on a CUDA device into the cache on disk, for an
-// architecture (900 is compute capability 9.0) that need not be here. No tensor is read.
-std::vector<std::string> prebuild(int arch, const Attention& attention, Direction direction);
+// Compiles the same for tensors on a CUDA device of an architecture that need not be here (900 is
+// compute capability 9.0), into the cache on disk.
+std::vector<std::string> prebuild(int arch, const Attention& attention);
+std::vector<std::string> prebuild(int arch, const Attention& attention, const Gradients& gradients);
 
 // out: (B, Sq, Hq, Dv) or (Tq, Hq, Dv), q's dtype, any strides, overlapping no input.
 // lse (optional): natural log-sum-exp, (B, Hq, Sq) or (Hq, Tq), float32 (float64 when q is).
@@ -135,7 +140,8 @@ void merge_states(const Context& context, const Tensor& outs, const Tensor& lses
 void set_num_threads(int count);
 int num_threads();
 
-// One line each: version, instruction set, threads, cache sizes.
+// Lines of text: the version, then for each backend what it runs on (instruction set, threads,
+// caches).
 std::string info();
 
 }  // namespace onefold

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from ._dispatch import front_end
 from ._options import (
+    DIFFERENTIABLE,
     Causal,
     Options,
     Window,
     arguments,
+    check_flag,
     check_flags,
     from_options,
     integer,
@@ -192,16 +194,20 @@ class Explanation:
         return f"<onefold explanation: {self.forward.backend}, {self.forward.kernel}>"
 
 
-def explain(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> Explanation:
+def explain(
+    q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Unpack[Options]
+) -> Explanation:
     """Prints how `attention` with the same arguments would run and, for each faster path, why not.
 
     Args:
         q, k, v: as in `attention`.
-        options: the keywords of `attention` that say what is computed.
+        return_lse: as in `attention`; the plan is the same either way.
+        options: the keywords of `attention` except `out`.
 
     Returns:
         The plans of both directions.
     """
+    check_flag("return_lse", return_lse)
     question = front_end(q).prepare(from_options("explain", q, k, v, options))
     explanation = Explanation(
         Plan("forward", *_core.plan(*question, False)),
@@ -212,7 +218,14 @@ def explain(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> Explanation:
 
 
 def warmup(
-    q: Any, k: Any, v: Any, *, backward: bool | None = None, **options: Unpack[Options]
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    backward: bool | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    **options: Unpack[Options],
 ) -> list[str]:
     """Makes ready what `attention` with the same arguments needs, so that the call is fast the
     first time and may be captured into a CUDA graph: kernels are compiled and loaded.
@@ -222,21 +235,33 @@ def warmup(
 
     Args:
         q, k, v: as in `attention`; no value is read.
-        backward: also the kernels of the gradients; None: when an input requires a gradient.
-        options: the keywords of `attention` that say what is computed.
+        backward: also the kernels of the gradients, of those inputs that require one or, when none
+            does, of all; None: when an input requires one.
+        return_lse: as in `attention`; the kernels are the same either way.
+        deterministic: as in `attention`.
+        options: the keywords of `attention` except `out`.
 
     Returns:
         The kernels, one line each; none on the CPU, which has nothing to make ready.
     """
-    question = front_end(q).prepare(from_options("warmup", q, k, v, options))
+    check_flags(deterministic, return_lse)
+    module = front_end(q)
+    question = module.prepare(from_options("warmup", q, k, v, options))
+    needs = [getattr(question[i], "requires_grad", False) for i in DIFFERENTIABLE]
     if backward is None:
-        backward = any(getattr(array, "requires_grad", False) for array in question)
-    ready = _core.warm_up(*question, False)
-    return ready + _core.warm_up(*question, True) if backward else ready
+        backward = any(needs)
+    if backward and not any(needs):
+        needs = [question[i] is not None for i in DIFFERENTIABLE]
+    ready = _core.warm_up(*question, None, False)
+    if backward:
+        if deterministic is None:
+            deterministic = module.wants_determinism()
+        ready += _core.warm_up(*question, needs, deterministic)
+    return ready
 
 
 def info() -> str:
-    """What runs here: version, instruction set, threads, cache sizes, one line each."""
+    """What runs here: the version, then each backend with its instruction set, threads, caches."""
     return _core.info()
 
 

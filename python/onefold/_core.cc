@@ -13,10 +13,10 @@
 #include <string>
 #include <vector>
 
+#include "cpu/cpu.h"
 #include "onefold/attention.h"
 #include "py_arguments.h"
 #include "py_gil.h"
-#include "py_probe.h"
 #include "py_tensor.h"
 
 namespace nb = nanobind;
@@ -110,8 +110,8 @@ void read_seed(nb::handle object, Attention& a) {
   }
   const Tensor t = tensor_from_python(object, {"seed", "int64"});
   if (t.dtype != DType::kInt64 || t.elements() != 1) {
-    invalid("seed has ", t.elements(), " elements of ", name(t.dtype),
-            ": an int, or one element of int64, is needed");
+    invalid("seed is ", t.elements() == 1 ? "one element" : concat(t.elements(), " elements"),
+            " of ", name(t.dtype), ": an int, or one element of int64, is needed");
   }
   if (t.device.type != DeviceType::kCpu) {
     a.seed_tensor = t;
@@ -182,10 +182,10 @@ void call_forward(const nb::args& args) {
   forward(context, attention, out, lse);
 }
 
-// dout, dlse, the arguments, out, lse, the six gradients to write, None where not wanted, then
-// stream and allocator.
+// dout, dlse, the arguments, out, lse, the six gradients to write, None where not wanted, whether
+// their bits have to repeat, then stream and allocator.
 void call_backward(const nb::args& args) {
-  check_count(args, 12, "backward");
+  check_count(args, 13, "backward");
   const std::optional<Tensor> dout = optional_tensor(args[0], {"dout"});
   const std::optional<Tensor> dlse = optional_tensor(args[1], {"dlse"});
   const Attention attention = read_attention(args, 2);
@@ -199,13 +199,10 @@ void call_backward(const nb::args& args) {
   gradients.dbias = optional_tensor(args[next++], output("dbias"));
   gradients.dslopes = optional_tensor(args[next++], output("dslopes"));
   gradients.dsinks = optional_tensor(args[next++], output("dsinks"));
+  gradients.deterministic = nb::cast<bool>(args[next++]);
   const Context context = context_of(args, next, attention.q, args[2]);
   const WithoutGil release;
   backward(context, attention, out, lse, dout, dlse, gradients);
-}
-
-Direction direction(nb::handle is_backward) {
-  return nb::cast<bool>(is_backward) ? Direction::kBackward : Direction::kForward;
 }
 
 nb::tuple call_plan(const nb::args& args) {
@@ -213,7 +210,8 @@ nb::tuple call_plan(const nb::args& args) {
   const Attention attention = read_attention(args, 0);
   Context context;
   context.device = attention.q.device;
-  const Plan p = plan(context, attention, direction(args[kNumArguments]));
+  const bool is_backward = nb::cast<bool>(args[kNumArguments]);
+  const Plan p = plan(context, attention, is_backward ? Direction::kBackward : Direction::kForward);
   return nb::make_tuple(nb::str(p.backend.c_str()), nb::str(p.kernel.c_str()), p.work_items,
                         p.workspace_bytes, nb::str(p.why.c_str()));
 }
@@ -224,29 +222,44 @@ nb::list to_python(const std::vector<std::string>& lines) {
   return list;
 }
 
+// Gradients of the inputs in their own places, for calls that write none; absent for None.
+std::optional<Gradients> wanted(const Attention& a, nb::handle needs, nb::handle deterministic) {
+  if (needs.is_none()) return std::nullopt;
+  const auto like = [&needs](int i, const std::optional<Tensor>& input) {
+    return nb::cast<bool>(needs[i]) ? input : std::nullopt;
+  };
+  return Gradients{like(0, a.q),
+                   like(1, a.k),
+                   like(2, a.v),
+                   like(3, a.bias),
+                   like(4, a.alibi_slopes),
+                   like(5, a.sinks),
+                   nb::cast<bool>(deterministic)};
+}
+
 nb::list call_warm_up(const nb::args& args) {
-  check_count(args, 1, "warm_up");
+  check_count(args, 2, "warm_up");
   const Attention attention = read_attention(args, 0);
+  const auto gradients = wanted(attention, args[kNumArguments], args[kNumArguments + 1]);
   Context context;
   context.device = attention.q.device;
   std::vector<std::string> ready;
   {
-    const Direction which = direction(args[kNumArguments]);
     const WithoutGil release;
-    ready = warm_up(context, attention, which);
+    ready = gradients ? warm_up(context, attention, *gradients) : warm_up(context, attention);
   }
   return to_python(ready);
 }
 
 nb::list call_prebuild(const nb::args& args) {
-  check_count(args, 2, "prebuild");
+  check_count(args, 3, "prebuild");
   const Attention attention = read_attention(args, 0);
+  const auto gradients = wanted(attention, args[kNumArguments], args[kNumArguments + 1]);
+  const int arch = nb::cast<int>(args[kNumArguments + 2]);
   std::vector<std::string> built;
   {
-    const Direction which = direction(args[kNumArguments]);
-    const int arch = nb::cast<int>(args[kNumArguments + 1]);
     const WithoutGil release;
-    built = prebuild(arch, attention, which);
+    built = gradients ? prebuild(arch, attention, *gradients) : prebuild(arch, attention);
   }
   return to_python(built);
 }
@@ -332,7 +345,8 @@ NB_MODULE(_core, m) {
   m.def("num_threads", [] { return onefold::num_threads(); });
   m.def("info", [] { return nb::str(onefold::info().c_str()); });
   m.def(
-      "fma_probe", [](double seconds) { return fma_probe(seconds); }, nb::call_guard<WithoutGil>());
+      "fma_rate", [](double seconds) { return onefold::cpu::fma_rate(seconds); },
+      nb::call_guard<WithoutGil>());
   define_reference(m);
   define_jit(m);
 }

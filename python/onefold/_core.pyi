@@ -23,18 +23,20 @@ _Array = tuple[tuple[int, ...], bytearray]
 def forward(*question_out_lse_stream_allocate: Any) -> None:
     """question, out, lse (None if not wanted), stream, allocate."""
 
-def backward(*dout_dlse_question_out_lse_gradients_stream_allocate: Any) -> None:
+def backward(*dout_dlse_question_out_lse_gradients_deterministic_stream_allocate: Any) -> None:
     """dout, dlse, question, out, lse, dq, dk, dv, dbias, dslopes, dsinks (None if not wanted),
-    stream, allocate."""
+    deterministic, stream, allocate."""
 
 def plan(*question_is_backward: Any) -> tuple[str, str, int, int, str]:
     """question, is_backward -> backend, kernel, work items, workspace bytes, why."""
 
-def warm_up(*question_is_backward: Any) -> list[str]:
-    """Compiles and loads what the question needs on q's device; tells the kernels."""
+def warm_up(*question_needs_deterministic: Any) -> list[str]:
+    """Compiles and loads what the question needs on q's device: forward when `needs` is None, else
+    backward for the gradients of q, k, v, bias, slopes and sinks that are wanted; names the
+    kernels."""
 
-def prebuild(*question_is_backward_arch: Any) -> list[str]:
-    """Compiles what the question needs on a device of `arch` (900); tells the kernels."""
+def prebuild(*question_needs_deterministic_arch: Any) -> list[str]:
+    """Compiles the same for a device of `arch` (900)."""
 
 def merge_states(outs: Any, lses: Any, out: Any, lse: Any) -> None:
     """outs (N, R, D), lses (N, R) into out (R, D), lse (R,)."""
@@ -42,7 +44,7 @@ def merge_states(outs: Any, lses: Any, out: Any, lse: Any) -> None:
 def set_num_threads(count: int) -> None: ...
 def num_threads() -> int: ...
 def info() -> str: ...
-def fma_probe(seconds: float) -> float:
+def fma_rate(seconds: float) -> float:
     """float32 FLOP/s of the calling thread, measured for so long; the GIL is released."""
 
 def add_compiler_path(folder: str) -> None:

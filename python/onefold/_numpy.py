@@ -14,7 +14,8 @@ from ._options import (
     NUM_ARRAYS,
     SEED,
     Arguments,
-    check_alike,
+    check_merge,
+    check_parts,
     index_list,
     type_error,
 )
@@ -27,19 +28,22 @@ def prepare(question: Arguments) -> Arguments:
         if isinstance(ready[i], (list, tuple)):
             ready[i] = np.asarray(index_list(NAMES[i], ready[i]), dtype=np.int64)
     for i in range(NUM_ARRAYS):
-        _check_array(NAMES[i], ready[i], optional=i >= 3)
-    if ready[SEED] is None and ready[DROPOUT_P] > 0:
+        if ready[i] is not None or i < 3:
+            _check_array(NAMES[i], ready[i])
+    seed = ready[SEED]
+    if not (seed is None or isinstance(seed, (int, np.ndarray))):
+        needed = "an int, or a one-element int64 numpy.ndarray, as q is one,"
+        raise type_error(NAMES[SEED], seed, needed)
+    if seed is None and ready[DROPOUT_P] > 0:
         ready[SEED] = int(np.random.randint(2**63 - 1, dtype=np.int64))
     return tuple(ready)
 
 
-def _check_array(name: str, array: Any, optional: bool = False) -> None:
-    if array is None and optional:
-        return
+def _check_array(name: str, array: Any, like: str = "q") -> None:
     if not isinstance(array, np.ndarray):
-        raise type_error(name, array, "a numpy.ndarray, as q is one,")
+        raise type_error(name, array, f"a numpy.ndarray, as {like} is one,")
     if isinstance(array, np.ma.MaskedArray):
-        raise type_error(name, array, "a plain array (mask= hides keys)")
+        raise type_error(name, array, "a plain array, without a mask of its own,")
 
 
 def attention(question: Arguments, deterministic: bool | None, return_lse: bool, out: Any) -> Any:
@@ -66,13 +70,9 @@ def lse_dtype(dtype: Any) -> Any:
 
 def merge_states(outs: Any, lses: Any) -> tuple[Any, Any]:
     """See `onefold.merge_states`."""
-    for name, parts in (("outs", outs), ("lses", lses)):
-        if isinstance(parts, (list, tuple)):
-            check_alike(name, [np.asarray(part) for part in parts])
-    outs, lses = np.asarray(outs), np.asarray(lses)
-    rows = np.swapaxes(lses, -1, -2) if outs.ndim > 3 else lses
-    if rows.shape != outs.shape[:-1]:
-        raise ValueError(f"lses has shape {lses.shape}: it does not fit outs of shape {outs.shape}")
+    outs, lses = _stacked("outs", outs), _stacked("lses", lses)
+    heads_first = check_merge(outs, lses)
+    rows = np.swapaxes(lses, -1, -2) if heads_first else lses
     num_parts, head_dim = outs.shape[0], outs.shape[-1]
     out = np.empty(outs.shape[1:], dtype=outs.dtype)
     merged = np.empty(rows.shape[1:], dtype=rows.dtype)
@@ -83,7 +83,17 @@ def merge_states(outs: Any, lses: Any) -> tuple[Any, Any]:
         out.reshape(num_rows, head_dim),
         merged.reshape(num_rows),
     )
-    return out, np.swapaxes(merged, -1, -2) if outs.ndim > 3 else merged
+    return out, np.swapaxes(merged, -1, -2) if heads_first else merged
+
+
+def _stacked(name: str, parts: Any) -> Any:
+    check_parts(name, parts, _check_array)
+    return np.stack(parts) if isinstance(parts, (list, tuple)) else parts
+
+
+def resolve(value: Any) -> Any:
+    """An array is what its memory describes."""
+    return value
 
 
 def wrap_float64(shape: tuple[int, ...], data: bytearray) -> Any:
@@ -94,3 +104,8 @@ def wrap_float64(shape: tuple[int, ...], data: bytearray) -> Any:
 def broadcast_to(array: Any, shape: tuple[int, ...]) -> Any:
     """A view of stride 0 where axes repeat."""
     return np.broadcast_to(array, shape)
+
+
+def wants_determinism() -> bool:
+    """What deterministic=None means."""
+    return True

@@ -41,6 +41,7 @@ NAMES = (
     "max_seqlen_k",
 )
 NUM_ARRAYS = 11  # q to seqused_k
+DIFFERENTIABLE = (0, 1, 2, 3, 5, 6)  # q, k, v, bias, slopes and sinks
 INDEX_ARRAYS = range(7, 11)  # cu_seqlens_q to seqused_k: lists are welcome
 SEED = 11
 DROPOUT_P = 17
@@ -53,7 +54,7 @@ _MOD_ALTERNATIVES = {
 
 
 class Options(TypedDict, total=False):
-    """The keywords of `attention` that say what is computed."""
+    """The keywords of `attention` that say what is computed, and `deterministic`."""
 
     scale: float | None
     causal: Causal
@@ -71,6 +72,10 @@ class Options(TypedDict, total=False):
     max_seqlen_k: int | None
     seqused_q: Any
     seqused_k: Any
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    aux: Sequence[Any] | None
+    deterministic: bool | None
 
 
 def arguments(
@@ -120,8 +125,13 @@ def arguments(
     )
 
 
-def from_options(function: str, q: Any, k: Any, v: Any, options: Options) -> Arguments:
-    """`arguments` for a function that takes the keywords as **options."""
+def from_options(
+    function: str, q: Any, k: Any, v: Any, options: Options | dict[str, Any]
+) -> Arguments:
+    """`arguments` for a function that takes the keywords as **options and is deterministic."""
+    options = dict(options)
+    refuse_mods(**{name: options.pop(name, None) for name in _MOD_ALTERNATIVES})
+    check_flags(options.pop("deterministic", None), False)
     for name in options:
         if name not in Options.__annotations__:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
@@ -131,7 +141,7 @@ def from_options(function: str, q: Any, k: Any, v: Any, options: Options) -> Arg
 def index_list(name: str, values: Any) -> list[int]:
     """A list given for an index array; nothing is rounded."""
     try:
-        indices = [operator.index(value) for value in values]
+        indices = [integer(name, value) for value in values]
     except TypeError:
         raise TypeError(f"{name} is {values!r}: a list of int is needed") from None
     if any(not -(2**63) <= index < 2**63 for index in indices):
@@ -158,7 +168,7 @@ def _is_symbolic(value: Any) -> bool:
 def _number(name: str, value: Any) -> float:
     if type(value) is float or _is_symbolic(value):
         return value
-    if isinstance(value, Real):  # NumPy's scalars too
+    if isinstance(value, Real) and not is_bool(value):  # NumPy's scalars too
         try:
             return float(value)
         except OverflowError:
@@ -171,17 +181,28 @@ def is_bool(value: Any) -> bool:
     return type(value).__name__ in ("bool", "bool_")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raises unless it is True or False."""
+    if not is_bool(value):
+        raise type_error(name, value, "True or False")
+
+
 def check_flags(deterministic: Any, return_lse: Any) -> None:
     """Raises unless both are what their names say."""
     if not (deterministic is None or is_bool(deterministic)):
         raise type_error("deterministic", deterministic, "True, False or None")
-    if not is_bool(return_lse):
-        raise type_error("return_lse", return_lse, "True or False")
+    check_flag("return_lse", return_lse)
 
 
-def check_alike(name: str, parts: Sequence[Any]) -> None:
-    """Raises unless all parts of a list have one shape and one dtype."""
+def check_parts(name: str, parts: Any, check_array: Callable[[str, Any, str], None]) -> None:
+    """Raises unless `parts` is one array, or a list of arrays of one shape and dtype."""
+    if not isinstance(parts, (list, tuple)):
+        check_array(name, parts, "outs")
+        return
+    if not parts:
+        raise ValueError(f"{name} is empty: at least one part is needed")
     for idx, part in enumerate(parts):
+        check_array(f"{name}[{idx}]", part, "outs" if name == "lses" else "outs[0]")
         for attribute in ("shape", "dtype"):
             got, first = getattr(part, attribute), getattr(parts[0], attribute)
             if got != first:
@@ -191,20 +212,39 @@ def check_alike(name: str, parts: Sequence[Any]) -> None:
                 )
 
 
-def integer(name: str, value: Any) -> int:
+def check_merge(outs: Any, lses: Any) -> bool:
+    """Whether heads come before rows in lses, (N, B, H, Sq); raises for shapes that do not fit."""
+    shape, lse_shape = tuple(outs.shape), tuple(lses.shape)
+    if len(shape) < 3:
+        raise ValueError(
+            f"outs has {len(shape)} axes, shape {shape}: parts of (rows, head_dim) or of more axes "
+            "are needed"
+        )
+    needed = shape[:-1]
+    heads_first = len(shape) > 3
+    if heads_first:
+        needed = (*shape[:-3], shape[-2], shape[-3])
+    if lse_shape != needed:
+        raise ValueError(
+            f"lses has shape {lse_shape}: it does not fit outs of shape {shape}, which needs "
+            f"{needed}"
+        )
+    return heads_first
+
+
+def integer(name: str, value: Any, needed: str = "an int") -> int:
     try:
-        return operator.index(value)
+        if not is_bool(value):
+            return operator.index(value)
     except TypeError:
-        raise type_error(name, value, "an int") from None
+        pass
+    raise type_error(name, value, needed)
 
 
 def _integer(name: str, value: Any) -> int | None:
     if value is None or type(value) is int or _is_symbolic(value):
         return value
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise type_error(name, value, "an int or None") from None
+    return integer(name, value, "an int or None")
 
 
 def _window(window: Any) -> tuple[int | None, int | None]:
@@ -225,11 +265,14 @@ def _causal(causal: Any) -> str:
 
 def _seed(seed: Any) -> Any:
     """An int in [-2^63, 2^64) as the signed 64-bit number of the same bits; arrays as they are."""
-    if seed is None or (hasattr(seed, "shape") and not isinstance(seed, Integral)):
+    if isinstance(seed, Integral) and not is_bool(seed):
+        return _as_signed(int(seed))
+    if seed is None or (hasattr(seed, "shape") and not is_bool(seed)):
         return seed
-    if not isinstance(seed, Integral):
-        raise type_error("seed", seed, "an int or a one-element int64 array")
-    value = int(seed)
+    raise type_error("seed", seed, "an int or a one-element int64 array")
+
+
+def _as_signed(value: int) -> int:
     if not -(2**63) <= value < 2**64:
         raise ValueError(f"seed is {value}: an integer from -2**63 to 2**64 - 1 is needed")
     return value - 2**64 if value >= 2**63 else value

@@ -3,7 +3,8 @@
 A file holds one object a line, or one list of objects. Keys are the arguments of `attention`:
 `q`, `k`, `v`, `bias`, `mask`, `alibi_slopes`, `sinks`, `cu_seqlens_q`, ... are shapes, or objects
 {"shape": [...], "dtype": "float32", "strides": [...]}; `dtype` is that of q, k and v (default
-bfloat16); `backward: true` asks for the gradients too. Everything else is as in a call:
+bfloat16); `backward: true` asks for the gradients too, `deterministic: true` for repeatable ones.
+Everything else is as in a call:
 
     {"dtype": "bfloat16", "q": [2, 4096, 16, 128], "k": [2, 4096, 4, 128], "v": [2, 4096, 4, 128],
      "causal": true, "bias": {"shape": [16, 1, 4096], "dtype": "float32"}, "backward": true}
@@ -53,6 +54,7 @@ class Described:
 class Asked(NamedTuple):
     question: Arguments
     backward: bool
+    deterministic: bool
 
 
 def _describe(name: str, given: Any, dtype: str) -> Described:
@@ -75,9 +77,11 @@ def parse(problem: Any) -> Asked:
     if not isinstance(problem, dict):
         raise ValueError(f"a problem is {problem!r}: an object with q, k and v is needed")
     options = dict(problem)
-    dtype, backward = options.pop("dtype", "bfloat16"), options.pop("backward", False)
-    if type(backward) is not bool:
-        raise ValueError(f"backward is {backward!r}: true or false is needed")
+    dtype = options.pop("dtype", "bfloat16")
+    flags = {name: options.pop(name, False) for name in ("backward", "deterministic")}
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise ValueError(f"{name} is {flag!r}: true or false is needed")
     for name in ("q", "k", "v"):
         if name not in options:
             raise ValueError(f"{name} is missing: the shapes of q, k and v are needed")
@@ -88,7 +92,7 @@ def parse(problem: Any) -> Asked:
         options.setdefault("seed", 0)
     q, k, v = (options.pop(name) for name in ("q", "k", "v"))
     try:
-        return Asked(from_options("attention", q, k, v, options), backward)
+        return Asked(from_options("attention", q, k, v, options), **flags)
     except TypeError as error:
         raise ValueError(str(error)) from None
 

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from ._api import attention
 from ._dispatch import front_end
+from ._options import check_flag
 
 Shape = tuple[int, ...]
+
+# What `attention` says in its errors, and what our caller says.
+_OUR_WORDS = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "bias": "attn_mask",
+    "mask": "attn_mask",
+    "onefold.attention": "onefold.sdpa",
+}
+_ITS_WORD = re.compile(r"onefold\.attention|\b(?<![.])(q|k|v|bias|mask)\b(?![.(])")
 
 
 def sdpa(
@@ -18,6 +31,7 @@ def sdpa(
     attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
@@ -41,7 +55,10 @@ def sdpa(
 
     Raises:
         ValueError: attn_mask together with is_causal=True, or shapes that do not fit.
+        TypeError, NotImplementedError: as from `attention`.
     """
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask was given together with is_causal=True: only one may be set")
     given = (query, key, value)
@@ -58,15 +75,22 @@ def sdpa(
         heads, heads_k = q.shape[-3], k.shape[-3]
     else:
         (heads,) = (heads_k,) = _broadcast_shape([a.shape[-3:-2] for a in (q, k, v)])
-    out = attention(
+    rows = (
         _rows(q, batch, heads),
         _rows(k, batch, heads_k),
         _rows(v, batch, v.shape[-3] if enable_gqa else heads_k),
-        scale=scale,
-        causal="top_left" if is_causal else False,
-        dropout_p=dropout_p,
+    )
+    options = {
+        "scale": scale,
+        "causal": "top_left" if is_causal else False,
+        "dropout_p": dropout_p,
         **_mask_or_bias(attn_mask, batch),
-    ).swapaxes(1, 2)
+    }
+    try:
+        out = attention(*rows, **options).swapaxes(1, 2)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        text = _ITS_WORD.sub(lambda word: _OUR_WORDS[word.group()], str(error))
+        raise type(error)(text) from None
     shape = (*batch, heads, *out.shape[-2:])[-ndim:]
     return out if len(shape) == 4 else out.reshape(shape)
 

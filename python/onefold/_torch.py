@@ -11,13 +11,15 @@ from torch.autograd import Function, forward_ad
 
 from . import _torch_ops as ops
 from ._options import (
+    DIFFERENTIABLE,
     DROPOUT_P,
     INDEX_ARRAYS,
     NAMES,
     NUM_ARRAYS,
     SEED,
     Arguments,
-    check_alike,
+    check_merge,
+    check_parts,
     index_list,
     type_error,
 )
@@ -27,12 +29,12 @@ _SECOND_DERIVATIVE = (
     "torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH where you need one"
 )
 _TRANSFORM = (
-    "onefold.attention does not work inside torch.func transforms (vmap, grad, jvp) yet: put what "
+    "onefold.{} does not work inside torch.func transforms (vmap, grad, jvp) yet: put what "
     "vmap would add into the batch axis, and use torch.autograd for gradients"
 )
 _FORWARD_MODE = (
-    "onefold.attention has no forward-mode derivative yet, and {} carries a tangent: use "
-    "reverse mode, torch.autograd.grad"
+    "onefold.{} has no forward-mode derivative yet, and {} carries a tangent: use reverse mode, "
+    "torch.autograd.grad"
 )
 
 
@@ -53,8 +55,13 @@ def prepare(question: Arguments) -> Arguments:
     device_type = "cuda" if q.is_cuda else "cpu"
     if torch.is_autocast_enabled(device_type):
         _autocast(ready, device_type)
-    if ready[SEED] is not None:
-        ready[SEED] = _beside(q, NAMES[SEED], ready[SEED])
+    seed = ready[SEED]
+    if seed is not None:
+        if not isinstance(seed, int):
+            if not isinstance(seed, Tensor):
+                needed = "an int, or a one-element int64 torch.Tensor, as q is one,"
+                raise type_error(NAMES[SEED], seed, needed)
+            ready[SEED] = _beside(q, NAMES[SEED], seed)
     elif ready[DROPOUT_P] > 0:
         ready[SEED] = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
     return tuple(ready)
@@ -82,9 +89,9 @@ def _refuse_copy_in_capture(q: Tensor, name: str, what: str) -> None:
         )
 
 
-def _check_tensor(name: str, tensor: Any) -> None:
+def _check_tensor(name: str, tensor: Any, like: str = "q") -> None:
     if not isinstance(tensor, Tensor):
-        raise type_error(name, tensor, "a torch.Tensor, as q is one,")
+        raise type_error(name, tensor, f"a torch.Tensor, as {like} is one,")
     if not (tensor.is_cpu or tensor.is_cuda):
         raise NotImplementedError(
             f"{name} is on {tensor.device}: this version computes on the CPU and on CUDA devices, "
@@ -100,19 +107,25 @@ def _autocast(ready: list[Any], device_type: str) -> None:
             ready[i] = ready[i].to(dtype)
 
 
-def _refuse_transforms() -> None:
+def _refuse_transforms(function: str) -> None:
     if torch.compiler.is_compiling():
         return
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise NotImplementedError(_TRANSFORM)
+        raise NotImplementedError(_TRANSFORM.format(function))
 
 
-def _refuse_tangents(question: Sequence[Any]) -> None:
+def _refuse_tangents(function: str, names: Sequence[str], tensors: Sequence[Any]) -> None:
+    """What is no tensor is for others to refuse."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
-    for i in ops.DIFFERENTIABLE:
-        if question[i] is not None and forward_ad.unpack_dual(question[i]).tangent is not None:
-            raise NotImplementedError(_FORWARD_MODE.format(NAMES[i]))
+    for name, tensor in zip(names, tensors, strict=True):
+        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(_FORWARD_MODE.format(function, name))
+
+
+def wants_determinism() -> bool:
+    """What deterministic=None means."""
+    return torch.are_deterministic_algorithms_enabled()
 
 
 # ---- attention ----
@@ -137,16 +150,16 @@ class _Attention(Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         *arrays, seed, out, lse = ctx.saved_tensors
         question = (*arrays, ctx.seed if seed is None else seed, *ctx.scalars)
-        needs = [ctx.needs_input_grad[1 + i] for i in ops.DIFFERENTIABLE]
+        needs = [ctx.needs_input_grad[1 + i] for i in DIFFERENTIABLE]
         result: list[Any] = [None] * (1 + len(question))
         if dout is None and dlse is None:
             return tuple(result)
-        _refuse_transforms()
+        _refuse_transforms("attention")
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             gradients = _Gradients.apply(ctx.deterministic, needs, dout, dlse, out, lse, *question)
         else:
             gradients = ops.backward(dout, dlse, question, out, lse, ctx.deterministic, needs)
-        for i, gradient in zip(ops.DIFFERENTIABLE, gradients, strict=True):
+        for i, gradient in zip(DIFFERENTIABLE, gradients, strict=True):
             result[1 + i] = gradient
         return tuple(result)
 
@@ -174,15 +187,15 @@ class _Gradients(Function):
 
 def attention(question: Arguments, deterministic: bool | None, return_lse: bool, out: Any) -> Any:
     """See `onefold.attention`."""
-    _refuse_transforms()
-    _refuse_tangents(question)
+    _refuse_transforms("attention")
+    _refuse_tangents("attention", NAMES, question)
     ready = prepare(question)
     wanted = _requiring_gradient(ready)
     if out is not None:
         return _attention_into(ready, wanted, return_lse, out)
     if wanted is not None:
         if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
+            deterministic = wants_determinism()
         if torch.compiler.is_compiling():
             ready = _distinct(ready)
         out, lse = _Attention.apply(deterministic, *ready)
@@ -203,7 +216,7 @@ def _distinct(question: Sequence[Any]) -> list[Any]:
 def _requiring_gradient(question: Sequence[Any]) -> str | None:
     """The name of the first input that does, or None."""
     if torch.is_grad_enabled():
-        for i in ops.DIFFERENTIABLE:
+        for i in DIFFERENTIABLE:
             if question[i] is not None and question[i].requires_grad:
                 return NAMES[i]
     return None
@@ -211,10 +224,16 @@ def _requiring_gradient(question: Sequence[Any]) -> str | None:
 
 def _attention_into(question: Arguments, wanted: str | None, return_lse: bool, out: Any) -> Any:
     _check_tensor("out", out)
+    _refuse_tangents("attention", ("out",), (out,))
     if wanted is not None:
         raise ValueError(
             f"out was given and {wanted} requires a gradient: leave out= away, or call under "
             "torch.no_grad()"
+        )
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "out requires a gradient, which writing into it would lose: a tensor that does not is "
+            "needed, or call under torch.no_grad()"
         )
     if not torch.compiler.is_compiling() and out.is_neg():
         raise ValueError("out is a negated view: a tensor that owns its sign is needed")
@@ -239,15 +258,18 @@ class _MergeStates(Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, Any]:
         outs, lses, out, lse = ctx.saved_tensors
         # Part n's share of the union; a part that saw nothing has none, and neither does any part
-        # of a row that nobody saw, where the difference below would be -inf - -inf.
-        share = torch.where(lses == -torch.inf, 0.0, torch.exp(lses - lse))
+        # of a row that nobody saw, where the difference below would be -inf - -inf. It is replaced
+        # before exp and not after, where 0 * NaN would reach the second derivative.
+        empty = lses == -torch.inf
+        share = torch.exp((lses - lse).masked_fill(empty, -torch.inf))
         douts = dlses = None
         if dout is not None:
             wide = dout.to(lse.dtype)
             if ctx.needs_input_grad[0]:
                 douts = (share.unsqueeze(-1) * wide).to(outs.dtype)
             if ctx.needs_input_grad[1]:
-                dlses = share * ((outs.to(lse.dtype) - out.to(lse.dtype)) * wide).sum(-1)
+                parts = outs.to(lse.dtype).masked_fill(empty.unsqueeze(-1), 0.0)
+                dlses = share * ((parts - out.to(lse.dtype)) * wide).sum(-1)
         if dlse is not None and ctx.needs_input_grad[1]:
             dlses = share * dlse if dlses is None else dlses + share * dlse
         return douts, dlses
@@ -255,32 +277,29 @@ class _MergeStates(Function):
 
 def merge_states(outs: Any, lses: Any) -> tuple[Tensor, Tensor]:
     """See `onefold.merge_states`."""
-    _refuse_transforms()
+    _refuse_transforms("merge_states")
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
-    rows_first = outs.dim() > 3
-    rows = lses.transpose(-1, -2) if rows_first else lses
-    if rows.shape != outs.shape[:-1]:
-        raise ValueError(
-            f"lses has shape {tuple(lses.shape)}: it does not fit outs of shape {tuple(outs.shape)}"
-        )
+    _refuse_tangents("merge_states", ("outs", "lses"), (outs, lses))
+    heads_first = check_merge(outs, lses)
+    rows = lses.transpose(-1, -2) if heads_first else lses
     if torch.is_grad_enabled() and (outs.requires_grad or lses.requires_grad):
         out, lse = _MergeStates.apply(outs, rows)
     else:
         out, lse = ops.merge_states(outs, rows)
-    return out, lse.transpose(-1, -2) if rows_first else lse
+    return out, lse.transpose(-1, -2) if heads_first else lse
 
 
 def _stacked(name: str, parts: Any) -> Tensor:
-    if isinstance(parts, (list, tuple)):
-        for part in parts:
-            _check_tensor(name, part)
-        check_alike(name, parts)
-        return torch.stack(list(parts))
-    _check_tensor(name, parts)
-    return parts
+    check_parts(name, parts, _check_tensor)
+    return torch.stack(list(parts)) if isinstance(parts, (list, tuple)) else parts
 
 
 # ---- the oracle ----
+
+
+def resolve(value: Any) -> Any:
+    """A tensor as its memory describes it; anything else as it is."""
+    return value.resolve_neg() if isinstance(value, Tensor) else value
 
 
 def wrap_float64(shape: tuple[int, ...], data: bytearray) -> Tensor:

@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 
 from . import _core
-from ._options import NUM_ARRAYS, SEED
+from ._options import DIFFERENTIABLE, NUM_ARRAYS, SEED
 
+# A Scalar is a float that may also be known only when a compiled graph runs: scale=t.item().
 _QUESTION = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? slopes, Tensor? sinks, "
-    "Tensor? cu_q, Tensor? cu_k, Tensor? used_q, Tensor? used_k, Tensor? seed, float? scale, "
-    "str causal, SymInt? left, SymInt? right, float softcap, float dropout_p, SymInt? max_q, "
+    "Tensor? cu_q, Tensor? cu_k, Tensor? used_q, Tensor? used_k, Tensor? seed, Scalar? scale, "
+    "str causal, SymInt? left, SymInt? right, Scalar softcap, Scalar dropout_p, SymInt? max_q, "
     "SymInt? max_k"
 )
 NUM_GRADIENTS = 6
-# Of q, k, v, bias, slopes and sinks among the arguments.
-DIFFERENTIABLE = (0, 1, 2, 3, 5, 6)
 
-# A gradient's strides follow its input's, so a compiler must not change those behind our back.
+# A gradient's strides follow its input's, so a compiler must not change those behind our back. The
+# exact tag is newer than the fixed-order one, which stands in where it is missing; both at once
+# would contradict each other.
 _TAGS = tuple(
     getattr(torch.Tag, name)
     for name in ("pt2_compliant_tag", "needs_exact_strides", "needs_fixed_stride_order")
@@ -42,6 +43,8 @@ def _resolved(question: Sequence[Any]) -> list[Any]:
     for i in range(NUM_ARRAYS):
         if ready[i] is not None and ready[i].is_neg():
             ready[i] = ready[i].resolve_neg()
+    if isinstance(ready[SEED], Tensor):
+        ready[SEED] = ready[SEED].resolve_neg()
     return ready
 
 
@@ -67,7 +70,11 @@ def _workspace(q: Tensor, size_bytes: int) -> Tensor:
 
 def _lse_like(q: Tensor) -> Tensor:
     """(B, Sq, H, D) -> (B, H, Sq); (T, H, D) -> (H, T)."""
-    shape = (*q.shape[:-3], *q.shape[-3:-1][::-1])
+    shape = q.shape
+    if len(shape) == 4:  # spelled out: slices cost a call a microsecond
+        shape = (shape[0], shape[2], shape[1])
+    else:
+        shape = (*shape[:-3], *shape[-3:-1][::-1])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(shape, dtype=dtype)
 
@@ -89,14 +96,15 @@ def launch_forward_into(*question_into: Any) -> Tensor:
 
 def launch_backward(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> list[Tensor | None]:
     """rest: the question, out, lse, deterministic (always so on the CPU), needs."""
-    *question, out, lse, _deterministic, needs = rest
+    *question, out, lse, deterministic, needs = rest
     gradients = [
         torch.empty_like(question[i]) if need else None
         for i, need in zip(DIFFERENTIABLE, needs, strict=True)
     ]
     cotangents = [None if t is None else t.resolve_neg() for t in (dout, dlse)]
     place = _place(question[0])
-    _core.backward(*cotangents, *_resolved(question), out, lse, *gradients, *place)
+    ready = _resolved(question)
+    _core.backward(*cotangents, *ready, out, lse, *gradients, deterministic, *place)
     return gradients
 
 

@@ -196,7 +196,7 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 def probe(pool: ThreadPoolExecutor, threads: int) -> float:
     """float32 FLOP/s of so many threads at once."""
-    return sum(pool.map(_core.fma_probe, [PROBE_SECONDS] * threads))
+    return sum(pool.map(_core.fma_rate, [PROBE_SECONDS] * threads))
 
 
 def error_of(result: Any, case: Case, x: Inputs) -> float:

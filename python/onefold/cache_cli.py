@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from onefold import _core, _problems
+from onefold._options import DIFFERENTIABLE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,12 +85,13 @@ def table(entries: list[dict[str, Any]], *, long: bool) -> str:
 
 def prebuild(asked: list[_problems.Asked], archs: list[int]) -> set[str]:
     """Compiles, with as many threads as there are processors; returns the kernels."""
-    calls = [
-        (*problem.question, backward, 10 * arch)
-        for arch in archs
-        for problem in asked
-        for backward in ((False, True) if problem.backward else (False,))
-    ]
+    calls = []
+    for arch in archs:
+        for problem in asked:
+            calls.append((*problem.question, None, False, 10 * arch))
+            if problem.backward:
+                needs = [problem.question[i] is not None for i in DIFFERENTIABLE]
+                calls.append((*problem.question, needs, problem.deterministic, 10 * arch))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return {
             kernel for found in pool.map(lambda c: _core.prebuild(*c), calls) for kernel in found

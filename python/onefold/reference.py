@@ -1,7 +1,8 @@
 """The oracle: attention and all its gradients, naive, in float64, one row at a time.
 
-It shares no code with what it judges. Arguments are those of `onefold.attention`; results are
-float64 arrays of the caller's framework. Dropout needs an explicit seed here.
+It shares no code with what it judges. Arguments are those of `onefold.attention` except `out`, and
+mean the same; results are float64 arrays of the caller's framework. Dropout needs an explicit seed
+here, and `attention` returns lse unless it is told not to.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._dispatch import front_end
-from ._options import DROPOUT_P, SEED, Arguments, Options, from_options
+from ._options import DROPOUT_P, SEED, Arguments, Options, check_flag, from_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -58,9 +59,14 @@ class ForwardTerms:
     max_magnitude: Any
 
 
-def attention(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> tuple[Any, Any]:
-    """(out, lse) in float64: (B, Sq, Hq, Dv) and (B, Hq, Sq), or packed (Tq, Hq, Dv), (Hq, Tq)."""
-    return _wrap(q, _core.reference_forward(*_prepare("attention", q, k, v, options)))
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: bool = True, **options: Unpack[Options]
+) -> Any:
+    """(out, lse) in float64: (B, Sq, Hq, Dv) and (B, Hq, Sq), or packed (Tq, Hq, Dv), (Hq, Tq);
+    out alone with `return_lse=False`."""
+    check_flag("return_lse", return_lse)
+    out, lse = _wrap(q, _core.reference_forward(*_prepare("attention", q, k, v, options)))
+    return (out, lse) if return_lse else out
 
 
 def forward_terms(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> ForwardTerms:
@@ -73,7 +79,8 @@ def gradients(
     q: Any, k: Any, v: Any, *, dout: Any = None, dlse: Any = None, **options: Unpack[Options]
 ) -> Gradients:
     """Gradients of sum(out * dout) + sum(lse * dlse); an absent cotangent counts as zero."""
-    found = _core.reference_backward(*_prepare("gradients", q, k, v, options), dout, dlse)
+    question = _prepare("gradients", q, k, v, options)
+    found = _core.reference_backward(*question, *_resolved(q, dout, dlse))
     return Gradients(*_wrap(q, found))
 
 
@@ -81,9 +88,8 @@ def gradient_terms(
     q: Any, k: Any, v: Any, *, dout: Any = None, dlse: Any = None, **options: Unpack[Options]
 ) -> Gradients:
     """The terms of the backward error bounds, each (len(SOURCES), *gradient.shape)."""
-    found = _core.reference_backward_terms(
-        *_prepare("gradient_terms", q, k, v, options), dout, dlse
-    )
+    question = _prepare("gradient_terms", q, k, v, options)
+    found = _core.reference_backward_terms(*question, *_resolved(q, dout, dlse))
     return Gradients(*_wrap(q, found))
 
 
@@ -91,7 +97,11 @@ def _prepare(function: str, q: Any, k: Any, v: Any, options: Options) -> Argumen
     question = from_options(function, q, k, v, options)
     if question[SEED] is None and question[DROPOUT_P] > 0:
         raise ValueError("seed is None: the oracle needs the seed of the call that it judges")
-    return front_end(q).prepare(question)
+    return _resolved(q, *front_end(q).prepare(question))
+
+
+def _resolved(q: Any, *values: Any) -> Arguments:
+    return tuple(map(front_end(q).resolve, values))
 
 
 def _wrap(q: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:

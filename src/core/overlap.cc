@@ -43,7 +43,8 @@ bool apart_modulo_step(const Tensor& x, const Tensor& y, int inner_axes) {
 }
 
 // An axis whose steps may land on an element of the axes with smaller strides, or -1. What slicing
-// and permuting make of a packed tensor has none.
+// and permuting make of a packed tensor has none. A few tensors without repetition have one all the
+// same, such as shape (2, 3) with strides (3, 2): nothing makes them but by hand.
 int repeating_axis(const Tensor& t) {
   if (t.elements() == 0) return -1;
   std::array<int, kMaxRank> axes{};
@@ -84,7 +85,7 @@ void Footprint::writes(const char* name, const Tensor& tensor) {
   const int axis = repeating_axis(tensor);
   if (axis >= 0) {
     invalid(name, " has stride ", tensor.stride[axis], " on axis ", axis,
-            tensor.stride[axis] == 0 ? "" : " and reaches elements twice",
+            tensor.stride[axis] == 0 ? "" : " and may reach elements twice",
             ": an output needs memory of its own");
   }
   for (int idx = 0; idx < count_; ++idx) {

@@ -8,6 +8,7 @@
 #endif
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
@@ -79,29 +80,51 @@ void for_each(Executor& executor, std::int64_t count, Function&& function) {
       &function);
 }
 
-// Fills every row of a tensor that belongs to no used row, or simply every row.
-void clear_rows(const Problem& p, const Rows& rows, std::int64_t count, std::int64_t heads,
-                std::int64_t dim) {
-  if (!rows || count == 0 || heads == 0 || dim == 0) return;
-  const std::int64_t batches = p.packed ? 1 : p.batch;
-  for (std::int64_t b = 0; b < batches; ++b) {
-    for (std::int64_t r = 0; r < count; ++r) {
-      for (std::int64_t h = 0; h < heads; ++h) {
-        std::byte* at = rows.at(b, r, h);
-        for (std::int64_t d = 0; d < dim; ++d) store_number(at, rows.dtype, d * rows.dim, 0.0);
-      }
-    }
+using Axes = std::array<std::int64_t, 4>;
+
+// Zeros, whose bits are zero in every dtype, over the outer `axes` axes of blocks of bytes.
+void clear_blocks(std::byte* data, const Axes& extent, const Axes& stride_bytes, int axes,
+                  std::int64_t block_bytes, int axis = 0) {
+  if (axis == axes) {
+    std::memset(data, 0, static_cast<std::size_t>(block_bytes));
+    return;
+  }
+  for (std::int64_t idx = 0; idx < extent[axis]; ++idx) {
+    clear_blocks(data + idx * stride_bytes[axis], extent, stride_bytes, axes, block_bytes,
+                 axis + 1);
   }
 }
 
-void clear_grid(const Grid& g) {
-  for (std::int64_t b = 0; b < g.extent[0]; ++b) {
-    for (std::int64_t h = 0; h < g.extent[1]; ++h) {
-      for (std::int64_t i = 0; i < g.extent[2]; ++i) {
-        for (std::int64_t j = 0; j < g.extent[3]; ++j) {
-          store_number(g.data, g.dtype, g.offset(b, h, i, j), 0.0);
-        }
-      }
+// The inner axes that lie packed are one block.
+void clear(void* data, DType dtype, const Axes& extent, const Axes& stride) {
+  std::int64_t block_bytes = size_bytes(dtype);
+  Axes stride_bytes{};
+  for (int axis = 0; axis < 4; ++axis) {
+    if (extent[axis] == 0) return;
+    stride_bytes[axis] = stride[axis] * size_bytes(dtype);
+  }
+  int axes = 4;
+  while (axes > 0 && (extent[axes - 1] == 1 || stride_bytes[axes - 1] == block_bytes)) {
+    block_bytes *= extent[--axes];
+  }
+  clear_blocks(static_cast<std::byte*>(data), extent, stride_bytes, axes, block_bytes);
+}
+
+// Every row of a tensor; those that are used are written again.
+void clear_rows(const Problem& p, const Rows& rows, std::int64_t count, std::int64_t heads,
+                std::int64_t dim) {
+  if (!rows) return;
+  clear(rows.data, rows.dtype, {p.packed ? 1 : p.batch, count, heads, dim},
+        {rows.batch, rows.row, rows.head, rows.dim});
+}
+
+// Minus infinity as the lse of every row.
+template <class Number>
+void clear_lse(const Problem& p, const Numbers& lse) {
+  for (std::int64_t b = 0; b < (p.packed ? 1 : p.batch); ++b) {
+    for (std::int64_t h = 0; h < p.heads_q; ++h) {
+      Number* row = static_cast<Number*>(lse.data) + b * lse.batch + h * lse.head;
+      for (std::int64_t r = 0; r < p.rows_q; ++r) row[r * lse.row] = kEmpty<Number>;
     }
   }
 }
@@ -139,11 +162,7 @@ void run_forward(const Problem& p, const CpuWork& work, const Rows& out, const N
                  Executor& executor, std::byte* workspace) {
   if (p.padded) {
     clear_rows(p, out, p.rows_q, p.heads_q, p.dim_v);
-    for (std::int64_t b = 0; lse && b < (p.packed ? 1 : p.batch); ++b) {
-      for (std::int64_t h = 0; h < p.heads_q; ++h) {
-        for (std::int64_t r = 0; r < p.rows_q; ++r) lse.store(b, h, r, kEmpty<double>);
-      }
-    }
+    if (lse) lse.dtype == DType::kFloat64 ? clear_lse<double>(p, lse) : clear_lse<float>(p, lse);
   }
   const Kernels& kernels = *chosen().kernels;
   ForwardCall call{};
@@ -171,7 +190,7 @@ void run_backward(const Problem& p, const CpuWork& work, const BackwardTensors& 
     clear_rows(p, tensors.dk, p.rows_k, p.heads_k, p.dim);
     clear_rows(p, tensors.dv, p.rows_k, p.heads_k, p.dim_v);
   }
-  if (tensors.dbias) clear_grid(tensors.dbias);
+  if (const Grid& g = tensors.dbias) clear(g.data, g.dtype, g.extent, g.stride);
 
   std::byte* numbers = workspace;
   std::byte* chunk_sums = numbers + work.number_sums_bytes;
@@ -220,23 +239,31 @@ void merge_states(const Tensor& outs, const Tensor& lses, const Tensor& out, con
                   Executor& executor) {
   const std::int64_t parts = outs.shape[0], rows = outs.shape[1], dim = outs.shape[2];
   constexpr std::int64_t kBlock = 64;
-  const auto merge_row = [&](std::int64_t r) {
-    const auto part_lse = [&](std::int64_t n) {
-      return load_number(lses.data, lses.dtype, n * lses.stride[0] + r * lses.stride[1]) * kLog2E;
-    };
+  struct Share {
+    std::int64_t part;
+    double lse, weight;
+  };
+  const auto merge_row = [&](std::int64_t r, std::vector<Share>& shares) {
+    shares.clear();
     Softmax<double> state;
-    double top = kEmpty<double>;
-    for (std::int64_t n = 0; n < parts; ++n) top = Arith<double>::max(top, part_lse(n));
-    state.ref = top;
-    const double against = anchor(top);
-    for (std::int64_t n = 0; n < parts; ++n) state.sum += weight_from(part_lse(n), against);
+    for (std::int64_t n = 0; n < parts; ++n) {
+      const double part_lse =
+          load_number(lses.data, lses.dtype, n * lses.stride[0] + r * lses.stride[1]) * kLog2E;
+      if (part_lse == kEmpty<double>) continue;
+      state.ref = Arith<double>::max(state.ref, part_lse);
+      shares.push_back({n, part_lse, 0.0});
+    }
+    const double against = anchor(state.ref);
+    for (Share& share : shares) {
+      share.weight = weight_from(share.lse, against);
+      state.sum += share.weight;
+    }
     for (std::int64_t d = 0; d < dim; ++d) {
       double sum = 0;
-      for (std::int64_t n = 0; n < parts; ++n) {
-        const double share = part_lse(n);
-        if (share == kEmpty<double>) continue;
-        const std::int64_t at = n * outs.stride[0] + r * outs.stride[1] + d * outs.stride[2];
-        sum += weight_from(share, against) * load_number(outs.data, outs.dtype, at);
+      for (const Share& share : shares) {
+        const std::int64_t at =
+            share.part * outs.stride[0] + r * outs.stride[1] + d * outs.stride[2];
+        sum += share.weight * load_number(outs.data, outs.dtype, at);
       }
       store_number(out.data, out.dtype, r * out.stride[0] + d * out.stride[1],
                    state.sum == 0 ? 0.0 : sum / state.sum);
@@ -245,22 +272,26 @@ void merge_states(const Tensor& outs, const Tensor& lses, const Tensor& out, con
     store_number(lse.data, lse.dtype, r * lse.stride[0], merged * kLn2);
   };
   for_each(executor, (rows + kBlock - 1) / kBlock, [&](std::int64_t block, int) {
+    std::vector<Share> shares;
+    shares.reserve(static_cast<std::size_t>(parts));
     const std::int64_t end = std::min(rows, (block + 1) * kBlock);
-    for (std::int64_t r = block * kBlock; r < end; ++r) merge_row(r);
+    for (std::int64_t r = block * kBlock; r < end; ++r) merge_row(r, shares);
   });
 }
 
-double fma_rate() {
+double fma_rate(double seconds) {
   using Clock = std::chrono::steady_clock;
+  constexpr std::int64_t kRounds = 100000;
   const Kernels& kernels = *chosen().kernels;
-  double best = 0;
-  for (int round = 0; round < 5; ++round) {
-    const auto start = Clock::now();
-    const double operations = kernels.fma_probe(400000);
-    const std::chrono::duration<double> seconds = Clock::now() - start;
-    best = std::max(best, operations / seconds.count());
-  }
-  return best;
+  kernels.fma_probe(kRounds);  // wakes the unit up
+  const auto start = Clock::now();
+  double operations = 0;
+  std::chrono::duration<double> elapsed{};
+  do {
+    operations += kernels.fma_probe(kRounds);
+    elapsed = Clock::now() - start;
+  } while (elapsed.count() < seconds);
+  return operations / elapsed.count();
 }
 
 }  // namespace onefold::cpu

@@ -23,7 +23,8 @@ void run_backward(const Problem& problem, const CpuWork& work, const BackwardTen
 void merge_states(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tensor& lse,
                   Executor& executor);
 
-// Peak fp32 multiply-add rate of one core now, in floating-point operations per second.
-double fma_rate();
+// float32 multiply-adds of the calling thread with the chosen instruction set, in floating-point
+// operations per second, measured for about `seconds`: the yardstick of benchmarks.
+double fma_rate(double seconds);
 
 }  // namespace onefold::cpu

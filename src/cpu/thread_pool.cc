@@ -12,10 +12,13 @@
 #include <condition_variable>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <fstream>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -24,21 +27,21 @@ namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(20);
 
-// The CPU quota of the control group this process runs in, or 0 for none.
-int quota_processors() {
-  std::ifstream v2("/sys/fs/cgroup/cpu.max");
+// The quota that one control group sets itself, in processors, or infinity.
+double own_quota(const std::filesystem::path& group) {
+  std::ifstream v2(group / "cpu.max");
   std::string quota;
   double period = 0;
   if (v2 >> quota >> period && quota != "max" && period > 0) {
-    return static_cast<int>(std::ceil(std::atof(quota.c_str()) / period));
+    return std::atof(quota.c_str()) / period;
   }
-  std::ifstream v1_quota("/sys/fs/cgroup/cpu/cpu.cfs_quota_us");
-  std::ifstream v1_period("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
+  std::ifstream v1_quota(group / "cpu.cfs_quota_us");
+  std::ifstream v1_period(group / "cpu.cfs_period_us");
   double microseconds = 0;
   if (v1_quota >> microseconds && v1_period >> period && microseconds > 0 && period > 0) {
-    return static_cast<int>(std::ceil(microseconds / period));
+    return microseconds / period;
   }
-  return 0;
+  return std::numeric_limits<double>::infinity();
 }
 
 // One call of parallel_for, shared by the threads that help with it.
@@ -101,11 +104,15 @@ class ThreadPool final : public Executor {
   }
 
  private:
+  // The workers that are still missing. Where the system has no more threads to give, those that
+  // are there do the work, and the next call asks again.
   void start() {
-    if (!workers_.empty()) return;
-    stopping_ = false;
-    for (int worker = 1; worker < threads_; ++worker) {
-      workers_.emplace_back([this, worker] { serve(worker); });
+    for (int worker = 1 + static_cast<int>(workers_.size()); worker < threads_; ++worker) {
+      try {
+        workers_.emplace_back([this, worker] { serve(worker); });
+      } catch (const std::system_error&) {
+        return;
+      }
     }
   }
 
@@ -117,7 +124,6 @@ class ThreadPool final : public Executor {
     }
     wake_.notify_all();
     for (std::thread& thread : workers_) thread.join();
-    workers_.clear();
   }
 
   void serve(int worker) {
@@ -192,13 +198,35 @@ std::shared_ptr<ThreadPool> current_pool() {
 
 }  // namespace
 
+int quota_processors(std::istream& memberships, const std::filesystem::path& mounted) {
+  double quota = std::min(own_quota(mounted), own_quota(mounted / "cpu"));
+  for (std::string line; std::getline(memberships, line);) {
+    // hierarchy:controllers:path, where version 2 has no controllers
+    const std::size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = concat(",", line.substr(first + 1, second - first - 1), ",");
+    const bool v2 = controllers == ",,";
+    if (!v2 && controllers.find(",cpu,") == std::string::npos) continue;
+    // A path above the mounted part begins with "..": only what is mounted can be read.
+    std::filesystem::path group = v2 ? mounted : mounted / "cpu";
+    for (const auto& part : std::filesystem::path(line.substr(second + 1)).relative_path()) {
+      if (part == "..") break;
+      group /= part;
+      quota = std::min(quota, own_quota(group));
+    }
+  }
+  return std::isfinite(quota) ? static_cast<int>(std::ceil(quota)) : 0;
+}
+
 int available_processors() {
   int count = static_cast<int>(std::thread::hardware_concurrency());
 #if defined(__linux__)
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof set, &set) == 0) count = CPU_COUNT(&set);
 #endif
-  if (const int quota = quota_processors(); quota > 0) count = std::min(count, quota);
+  std::ifstream memberships("/proc/self/cgroup");
+  const int quota = quota_processors(memberships, "/sys/fs/cgroup");
+  if (quota > 0) count = std::min(count, quota);
   return std::max(count, 1);
 }
 

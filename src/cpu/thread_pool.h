@@ -6,14 +6,20 @@
 // thread is using the pool, runs on the calling thread. Includes the public headers.
 #pragma once
 
+#include <filesystem>
+#include <istream>
 #include <memory>
 
 #include "onefold/attention.h"
 
 namespace onefold::cpu {
 
-// Processors this process may use: its affinity mask, capped by a container's CPU quota.
+// Processors this process may use: its affinity mask, capped by the quotas of its control groups.
 int available_processors();
+
+// The least quota of the control groups that /proc/self/cgroup names and of those around them, in
+// whole processors; 0 for none.
+int quota_processors(std::istream& memberships, const std::filesystem::path& mounted);
 
 // The pool that serves calls without an executor of their own. A call holds on to the one it
 // started with: set_pool_threads replaces the pool and never resizes it.

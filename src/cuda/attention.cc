@@ -1,166 +1,172 @@
 #include "cuda/attention.h"
 
-#include <algorithm>
-#include <cmath>
-#include <list>
-#include <mutex>
-
-#include "cuda/program.h"
-#include "kernels/mask_classes_spec.h"
+#include "cuda/view.h"
 
 namespace onefold::cuda {
-namespace {
 
+using kernels::BackwardArguments;
+using kernels::BackwardDqArguments;
+using kernels::BackwardPlan;
+using kernels::BackwardRowsArguments;
+using kernels::BackwardSpec;
 using kernels::ForwardArguments;
 using kernels::ForwardPlan;
-using kernels::GridView;
-using kernels::IndexView;
-using kernels::MaskClassesArguments;
-using kernels::NumbersView;
+using kernels::GradientSumsArguments;
+using kernels::HeadSumsArguments;
 using kernels::ProblemView;
-using kernels::RowsView;
+using kernels::ScoreGradientsArguments;
 
-RowsView view(const Rows& r) { return {r.data, r.batch, r.row, r.head, r.dim}; }
-
-GridView view(const Grid& g) {
-  return {g.data, g.stride[0], g.stride[1], g.stride[2], g.stride[3]};
-}
-
-NumbersView view(const Numbers& n) {
-  return {n.present ? static_cast<float*>(n.data) : nullptr, n.batch, n.head, n.row};
-}
-
-IndexView view(const Indices& i) { return {i.data, i.stride, i.present ? size_bytes(i.dtype) : 0}; }
-
-// Positions at which a grid may be read: all, along broadcast axes.
-void limit(Lengths& readable, const Grid& g) {
-  if (!g) return;
-  if (g.stride[2] != 0) readable.q = std::min<std::int64_t>(readable.q, g.extent[2]);
-  if (g.stride[3] != 0) readable.k = std::min<std::int64_t>(readable.k, g.extent[3]);
-}
-
-ProblemView view(const Problem& p) {
-  ProblemView v;
-  v.q = view(p.q);
-  v.k = view(p.k);
-  v.v = view(p.v);
-  v.bias = view(p.bias);
-  v.mask = view(p.mask);
-  limit(v.readable, p.bias);
-  limit(v.readable, p.mask);
-  v.slopes = view(p.slopes);
-  v.sinks = view(p.sinks);
-  v.sequences = {view(p.cu_q), view(p.cu_k), view(p.used_q), view(p.used_k),
-                 p.batch,      p.rows_q,     p.rows_k};
-  v.heads_q = static_cast<int>(p.heads_q);
-  v.heads_k = static_cast<int>(p.heads_k);
-  v.group = static_cast<int>(p.group);
-  v.dim = static_cast<int>(p.dim);
-  v.dim_v = static_cast<int>(p.dim_v);
-  v.variant = p.variant;
-  v.seed = reinterpret_cast<const u64*>(p.device_seed);
-  // A scale so small that it vanishes in float is 0 there.
-  const float scale = static_cast<float>(std::fabs(p.variant.scale));
-  const float scale_log2 = static_cast<float>(std::fabs(p.variant.scale) * kLog2E);
-  const bool zero = scale == 0.0f || scale_log2 == 0.0f;
-  v.q_factor = zero ? 0.0f : p.variant.scale < 0 ? -1.0f : 1.0f;
-  v.score_factor = zero ? 1.0f : scale;
-  v.score_factor_log2 = zero ? static_cast<float>(kLog2E) : scale_log2;
-  return v;
-}
-
-// Kernels by spec and device: finding one by its program costs a digest of its text.
-template <class Spec>
-class Kernels {
- public:
-  const Kernel& of(const Spec& spec, int device, void* stream) {
-    {
-      const std::lock_guard lock(mutex_);
-      for (const Entry& entry : entries_) {
-        if (entry.device == device && entry.spec == spec) return *entry.kernel;
-      }
-    }
-    const Kernel& kernel = load(program(spec), device, stream);
-    const std::lock_guard lock(mutex_);
-    entries_.push_front({spec, device, &kernel});
-    return kernel;
-  }
-
- private:
-  struct Entry {
-    Spec spec;
-    int device;
-    const Kernel* kernel;
-  };
-  std::mutex mutex_;
-  std::list<Entry> entries_;
-};
-
-template <class Spec>
-const Kernel& kernel_of(const Spec& spec, int device, void* stream) {
-  static auto& kernels = *new Kernels<Spec>;
-  return kernels.of(spec, device, stream);
-}
-
-kernels::MaskClassesSpec mask_classes_of(const ForwardPlan& plan) { return {plan.spec.arch}; }
-
-// Classifies the tiles of the mask into `words`, and tells the kernels where to look.
-void classify_mask(const Problem& p, const ForwardPlan& plan, ProblemView& v, void* stream,
-                   u32* words) {
-  const Grid& g = p.mask;
-  MaskClassesArguments args;
-  args.mask = view(g);
-  args.heads = g.extent[1];
-  args.queries = g.extent[2];
-  args.keys = g.extent[3];
-  args.query_tiles = plan.mask_query_tiles;
-  args.words = plan.mask_words;
-  args.tile_q = plan.spec.tile_q;
-  args.tile_k = plan.spec.tile_k;
-  args.classes = words;
-  const i64 per_head = plan.mask_query_tiles * plan.mask_words;
-  v.mask_classes.words = words;
-  v.mask_classes.query_tile = g.extent[2] == 1 ? 0 : plan.mask_words;
-  v.mask_classes.head = g.extent[1] == 1 ? 0 : per_head;
-  v.mask_classes.batch = g.extent[0] == 1 ? 0 : per_head * g.extent[1];
-  v.mask_classes.one_key = g.extent[3] == 1;
-  if (plan.mask_blocks == 0) return;  // no keys, so no tile to look up
-  const Kernel& kernel = kernel_of(mask_classes_of(plan), p.device.index, stream);
-  LaunchShape shape;
-  shape.grid.x = static_cast<unsigned>(plan.mask_blocks);
-  shape.block.x = kernels::kMaskClassesThreads;
-  launch(kernel, shape, stream, args);
-}
-
-}  // namespace
-
-std::vector<jit::Program> programs(const Problem& p, const ForwardPlan& plan) {
-  std::vector<jit::Program> all;
-  if (plan.blocks == 0) return all;
-  if (p.mask && plan.mask_blocks > 0) all.push_back(program(mask_classes_of(plan)));
-  all.push_back(program(plan.spec));
-  return all;
-}
-
-void run_forward(const Problem& p, const ForwardPlan& plan, const ForwardTensors& t, void* stream,
-                 void* workspace) {
+void run_forward(const Problem& p, const ForwardPlan& plan, const ForwardTensors& t,
+                 const Launches& to, void* workspace) {
   if (plan.blocks == 0) return;
-  const Kernel& kernel = kernel_of(plan.spec, p.device.index, stream);
   ForwardArguments args;
   args.problem = view(p);
   args.problem.query_tiles = static_cast<int>(plan.query_tiles);
   args.out = view(t.out);
   args.lse = view(t.lse);
   args.score_lag = kernels::kLagLog2 / args.problem.score_factor_log2;
-  args.keep_scale = static_cast<float>(p.variant.dropout() ? keep_scale(p.variant) : 1.0);
-  args.keep_threshold = static_cast<u32>(std::min<u64>(keep_threshold(p.variant), 0xffffffffu));
+  args.keep_scale = keep_scale_of(p);
+  args.keep_threshold = keep_threshold_of(p);
   args.longest_first = plan.longest_first;
-  if (p.mask) classify_mask(p, plan, args.problem, stream, static_cast<u32*>(workspace));
-  LaunchShape shape;
-  shape.grid.x = static_cast<unsigned>(plan.blocks);
-  shape.block.x = static_cast<unsigned>(plan.spec.threads());
-  shape.shared_bytes = static_cast<std::size_t>(plan.spec.shared_bytes());
-  launch(kernel, shape, stream, args);
+  classify_mask(p, plan.mask, plan.spec.arch, args.problem, to, static_cast<u32*>(workspace));
+  run(plan.spec, p, plan.blocks, plan.spec.threads(), plan.spec.shared_bytes(), to, args);
+}
+
+namespace {
+
+// One backward call: its launches, in order.
+struct Backward {
+  const Problem& p;
+  const BackwardPlan& plan;
+  const BackwardTensors& t;
+  const Launches& to;
+  std::byte* workspace;
+  ProblemView problem = view(p);
+
+  template <class T>
+  T* at(i64 offset) const {
+    return reinterpret_cast<T*>(workspace + offset);
+  }
+  float scale() const { return static_cast<float>(p.variant.scale); }
+
+  void prepare_rows() {
+    const BackwardSpec& spec = plan.spec;
+    BackwardRowsArguments args;
+    args.problem = problem;
+    args.out = view(t.out);
+    args.dout = view(t.dout);
+    args.lse = view(t.lse);
+    args.dlse = view(t.dlse);
+    args.rows = at<float>(plan.rows_at);
+    args.dq = at<float>(plan.dq_at);
+    args.turns = spec.ordered ? at<u32>(plan.turns_at) : nullptr;
+    args.ticket = spec.ordered ? at<u32>(plan.ticket_at) : nullptr;
+    run(kernels::BackwardRowsSpec{spec}, p, plan.row_tiles, kernels::kBackwardRowsThreads, 0, to,
+        args);
+  }
+
+  void run_main() {
+    const BackwardSpec& spec = plan.spec;
+    BackwardArguments args;
+    args.problem = problem;
+    args.dout = view(t.dout);
+    args.dk = view(t.dk);
+    args.dv = view(t.dv);
+    args.rows = at<float>(plan.rows_at);
+    args.dq = at<float>(plan.dq_at);
+    args.turns = at<u32>(plan.turns_at);
+    args.ticket = at<u32>(plan.ticket_at);
+    args.key_tiles = static_cast<int>(plan.key_tiles);
+    args.scale = scale();
+    args.keep_scale = keep_scale_of(p);
+    args.keep_threshold = keep_threshold_of(p);
+    run(spec, p, plan.blocks, spec.threads(), spec.shared_bytes(), to, args);
+  }
+
+  void finish_dq() {
+    BackwardDqArguments args;
+    args.problem = problem;
+    args.dq_rows = view(t.dq);
+    args.dq = at<float>(plan.dq_at);
+    args.scale = scale();
+    const int tile = tile::shared_tile_bytes(plan.spec.tile_q, plan.spec.row_bytes());
+    run(kernels::BackwardDqSpec{plan.spec}, p, plan.row_tiles, kernels::kBackwardDqThreads, tile,
+        to, args);
+  }
+
+  ScoreGradientsArguments score_gradients() const {
+    ScoreGradientsArguments args;
+    args.problem = problem;
+    args.dout = view(t.dout);
+    args.dlse = view(t.dlse);
+    args.rows = at<float>(plan.rows_at);
+    args.rows_tile = plan.spec.tile_q;
+    args.rows_tiles = static_cast<int>(plan.query_tiles);
+    args.keep_scale = keep_scale_of(p);
+    args.keep_threshold = keep_threshold_of(p);
+    args.longest_q = p.longest_q;
+    args.longest_k = p.longest_k;
+    return args;
+  }
+
+  void run_bias() {
+    ScoreGradientsArguments args = score_gradients();
+    args.dbias = view(t.dbias);
+    for (int axis = 0; axis < 4; ++axis) {
+      args.extent[axis] = t.dbias.extent[axis];
+      args.broadcast[axis] = args.extent[axis] == 1;
+    }
+    args.splits = plan.bias_splits;
+    args.partial = at<float>(plan.bias_at);
+    const kernels::ScoreGradientsSpec& spec = plan.bias_spec;
+    run(spec, p, plan.bias_items * plan.bias_splits, spec.threads(), spec.shared_bytes(), to, args);
+    if (plan.bias_splits == 1) return;
+    GradientSumsArguments sums;
+    sums.from = args.partial;
+    sums.parts = plan.bias_splits;
+    sums.to = args.dbias;
+    for (int axis = 0; axis < 4; ++axis) sums.extent[axis] = args.extent[axis];
+    constexpr int kThreads = kernels::kGradientSumsThreads;
+    run(kernels::GradientSumsSpec{spec.arch, spec.features.bias}, p,
+        (plan.bias_entries + kThreads - 1) / kThreads, kThreads, 0, to, sums);
+  }
+
+  void run_slopes_and_sinks() {
+    ScoreGradientsArguments args = score_gradients();
+    args.problem.query_tiles = static_cast<int>(plan.rows_query_tiles);
+    if (plan.slopes) args.slopes = at<float>(plan.slopes_at);
+    if (plan.sinks) args.sinks = at<float>(plan.sinks_at);
+    const kernels::ScoreGradientsSpec& spec = plan.rows_spec;
+    run(spec, p, plan.rows_tiles, spec.threads(), spec.shared_bytes(), to, args);
+    const auto sum = [&](const float* from, const Numbers& gradient) {
+      HeadSumsArguments sums;
+      sums.problem = args.problem;
+      sums.from = from;
+      sums.tile_q = spec.tile_q;
+      sums.per_sequence = gradient.batch != 0;
+      sums.to = view(gradient);
+      run(kernels::HeadSumsSpec{spec.arch}, p, p.heads_q * (sums.per_sequence ? p.batch : 1), 32, 0,
+          to, sums);
+    };
+    if (plan.slopes) sum(args.slopes, t.dslopes);
+    if (plan.sinks) sum(args.sinks, t.dsinks);
+  }
+};
+
+}  // namespace
+
+void run_backward(const Problem& p, const BackwardPlan& plan, const BackwardTensors& t,
+                  const Launches& to, void* workspace) {
+  Backward call{p, plan, t, to, static_cast<std::byte*>(workspace)};
+  call.problem.query_tiles = static_cast<int>(plan.query_tiles);
+  call.prepare_rows();
+  if (plan.blocks > 0) {
+    classify_mask(p, plan.mask, plan.spec.arch, call.problem, to, call.at<u32>(plan.mask_at));
+    call.run_main();
+  }
+  if (plan.spec.dq) call.finish_dq();
+  if (plan.bias) call.run_bias();
+  if (plan.slopes || plan.sinks) call.run_slopes_and_sinks();
 }
 
 }  // namespace onefold::cuda

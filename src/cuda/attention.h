@@ -9,14 +9,24 @@
 
 #include "core/problem.h"
 #include "cuda/launch.h"
+#include "kernels/backward_spec.h"
 #include "kernels/forward_spec.h"
 
 namespace onefold::cuda {
 
-// What run_forward launches.
-std::vector<jit::Program> programs(const Problem& problem, const kernels::ForwardPlan& plan);
+// Where launches go: to a stream of the problem's device, or, when only what they need is asked,
+// nowhere, and their programs into a list.
+struct Launches {
+  Launches(void* to) : stream(to) {}
+  explicit Launches(std::vector<jit::Program>& list) : programs(&list) {}
+
+  void* stream = nullptr;
+  std::vector<jit::Program>* programs = nullptr;
+};
 
 void run_forward(const Problem& problem, const kernels::ForwardPlan& plan,
-                 const ForwardTensors& tensors, void* stream, void* workspace);
+                 const ForwardTensors& tensors, const Launches& to, void* workspace);
+void run_backward(const Problem& problem, const kernels::BackwardPlan& plan,
+                  const BackwardTensors& tensors, const Launches& to, void* workspace);
 
 }  // namespace onefold::cuda

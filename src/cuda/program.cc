@@ -5,6 +5,7 @@
 namespace onefold::cuda {
 namespace {
 
+using kernels::BackwardSpec;
 using kernels::Features;
 using kernels::ForwardSpec;
 
@@ -56,15 +57,84 @@ std::string text(const ForwardSpec& s) {
                 ", .whole = ", flag(s.whole), ", .features = ", text(s.features), "}");
 }
 
-jit::Program program(const ForwardSpec& spec) {
+std::string text(const BackwardSpec& s) {
+  return concat("{.arch = ", s.arch, ", .element = ", element_text(s.element), ", .dim = ", s.dim,
+                ", .dim_v = ", s.dim_v, ", .tile_q = ", s.tile_q, ", .tile_k = ", s.tile_k,
+                ", .step_q = ", s.step_q, ", .warps = ", s.warps, ", .paired = ", flag(s.paired),
+                ", .stages = ", s.stages, ", .blocks_per_sm = ", s.blocks_per_sm,
+                ", .dq = ", flag(s.dq), ", .ordered = ", flag(s.ordered),
+                ", .aligned = ", flag(s.aligned), ", .whole = ", flag(s.whole),
+                ", .features = ", text(s.features), "}");
+}
+
+static std::string text(const kernels::ScoreGradientsSpec& s) {
+  return concat("{.arch = ", s.arch, ", .element = ", element_text(s.element), ", .dim = ", s.dim,
+                ", .dim_v = ", s.dim_v, ", .tile_q = ", s.tile_q, ", .tile_k = ", s.tile_k,
+                ", .bias = ", flag(s.bias), ", .aligned = ", flag(s.aligned),
+                ", .whole = ", flag(s.whole), ", .features = ", text(s.features), "}");
+}
+static std::string text(const kernels::GradientSumsSpec& s) {
+  return concat("{.arch = ", s.arch, ", .element = ", element_text(s.element), "}");
+}
+
+// A kernel named after its program, made from a spec that is a constant in it.
+template <class Spec>
+static jit::Program specialised(const Spec& spec, const char* type, const char* name,
+                                const char* header, const std::string& bounds,
+                                const char* arguments, const std::string& run) {
   jit::Program made;
-  made.name = "portable_forward";
-  made.entry = "portable_forward";
+  made.name = name;
+  made.entry = name;
   made.arch = spec.arch;
-  made.source = source(
-      "portable_forward.cuh", concat("inline constexpr ForwardSpec kSpec", text(spec), ";\n"),
-      "kSpec.threads(), kSpec.blocks_per_sm", "portable_forward", "ForwardArguments",
-      concat(kSharedMemory, "  PortableForward<kSpec>(arguments, memory).run();\n"));
+  made.source = source(header, concat("inline constexpr ", type, " kSpec", text(spec), ";\n"),
+                       bounds, name, arguments, run);
+  return made;
+}
+
+jit::Program program(const ForwardSpec& spec) {
+  return specialised(spec, "ForwardSpec", "portable_forward", "portable_forward.cuh",
+                     "kSpec.threads(), kSpec.blocks_per_sm", "ForwardArguments",
+                     concat(kSharedMemory, "  PortableForward<kSpec>(arguments, memory).run();\n"));
+}
+
+jit::Program program(const BackwardSpec& spec) {
+  return specialised(
+      spec, "BackwardSpec", "portable_backward", "portable_backward.cuh",
+      "kSpec.threads(), kSpec.blocks_per_sm", "BackwardArguments",
+      concat(kSharedMemory, "  PortableBackward<kSpec>(arguments, memory).run();\n"));
+}
+
+jit::Program program(const kernels::BackwardRowsSpec& spec) {
+  return specialised(spec.backward, "BackwardSpec", "backward_rows", "backward_rows.cuh",
+                     "kBackwardRowsThreads", "BackwardRowsArguments",
+                     "  BackwardRows<kSpec>{arguments, arguments.problem}.run();\n");
+}
+
+jit::Program program(const kernels::BackwardDqSpec& spec) {
+  return specialised(spec.backward, "BackwardSpec", "backward_dq", "backward_rows.cuh",
+                     "kBackwardDqThreads", "BackwardDqArguments",
+                     concat(kSharedMemory, "  BackwardDq<kSpec>::run(arguments, memory);\n"));
+}
+
+jit::Program program(const kernels::ScoreGradientsSpec& spec) {
+  return specialised(spec, "ScoreGradientsSpec", "score_gradients", "score_gradients.cuh",
+                     "kSpec.threads()", "ScoreGradientsArguments",
+                     concat(kSharedMemory, "  ScoreGradients<kSpec>(arguments, memory).run();\n"));
+}
+
+jit::Program program(const kernels::GradientSumsSpec& spec) {
+  return specialised(spec, "GradientSumsSpec", "gradient_sums_kernel", "score_gradients.cuh",
+                     "kGradientSumsThreads", "GradientSumsArguments",
+                     "  gradient_sums<kSpec>(arguments);\n");
+}
+
+jit::Program program(const kernels::HeadSumsSpec& spec) {
+  jit::Program made;
+  made.name = "head_sums";
+  made.entry = "head_sums_kernel";
+  made.arch = spec.arch;
+  made.source = source("score_gradients.cuh", "", "32", "head_sums_kernel", "HeadSumsArguments",
+                       "  head_sums(arguments);\n");
   return made;
 }
 

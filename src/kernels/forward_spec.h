@@ -1,10 +1,10 @@
 // The spec of the portable forward kernel and its parameters.
 //
 // Invariant: everything known at compile time is in ForwardSpec, and its text is the program. Host
-// and device compile it; includes problem_spec.h and tile/shared_tile.h.
+// and device compile it; includes mask_classes_spec.h and tile/shared_tile.h.
 #pragma once
 
-#include "kernels/problem_spec.h"
+#include "kernels/mask_classes_spec.h"
 #include "kernels/tile/shared_tile.h"
 
 namespace onefold::kernels {
@@ -75,8 +75,7 @@ struct ForwardPlan {
   i64 query_tiles = 0;  // per head: of one sequence, or of all packed ones together
   i64 blocks = 0;
   bool longest_first = false;
-  // Classes of the mask's tiles (MaskClassesView), in the workspace: per head, per query tile.
-  i64 mask_query_tiles = 0, mask_words = 0, mask_blocks = 0;
+  MaskTiles mask;  // classes of them (MaskClassesView) in the workspace
   i64 workspace_bytes = 0;
 };
 

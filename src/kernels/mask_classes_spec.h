@@ -12,6 +12,12 @@ struct MaskClassesSpec {
   constexpr bool operator==(const MaskClassesSpec&) const = default;
 };
 
+// The tiles of a mask that are classified: per head of the mask, per query tile.
+struct MaskTiles {
+  int tile_q = 1, tile_k = 1;
+  i64 query_tiles = 0, words = 0, blocks = 0;
+};
+
 inline constexpr int kMaskClassesThreads = 128;
 inline constexpr int kClassesPerWord = 16;
 

@@ -23,7 +23,7 @@
 
 #include "kernels/forward_spec.h"
 #include "kernels/scores.cuh"
-#include "kernels/tile/copy.cuh"
+#include "kernels/tile/poison.cuh"
 #include "kernels/tile/product.cuh"
 #include "kernels/tile/reduce.cuh"
 
@@ -89,35 +89,19 @@ struct PortableForward {
 
   // Which tile of which head this block owns. False when it has no rows.
   __forceinline__ bool locate() {
-    const u32 num_tiles = static_cast<u32>(p.query_tiles), num_heads = static_cast<u32>(p.heads_q);
-    const u32 item = ptx::block_idx();
-    const u32 bh = item / num_tiles;
-    u32 tile = item % num_tiles;
-    if (args.longest_first) tile = num_tiles - 1 - tile;
-    at.h = static_cast<int>(bh % num_heads);
-    at.kv_head = at.h / p.group;
-    TileAt where{bh / num_heads, tile};
-    if (packed()) {
-      where =
-          packed_tile(p.sequences.cu_q, p.sequences.batch, p.sequences.rows_q, kSpec.tile_q, tile);
-    }
-    at.b = where.b;
-    const Sequence seq = sequence_at(p.sequences, where.b);
-    at.n = {static_cast<int>(seq.used.q), static_cast<int>(seq.used.k)};
-    num_rows = static_cast<int>(seq.q_rows);
-    row0 = static_cast<int>(where.tile) * kSpec.tile_q;
-    q_row = seq.q_begin + row0;
-    k_row = seq.k_begin;
-    return row0 >= 0 && row0 < num_rows;
+    const QueryTile tile =
+        query_tile_at(p, ptx::block_idx(), kSpec.tile_q, args.longest_first);
+    at = tile.at;
+    row0 = tile.row0;
+    num_rows = tile.num_rows;
+    q_row = tile.q_row;
+    k_row = tile.k_row;
+    return tile.present();
   }
 
-  // Rows from `row` on of one head, of which `count` exist and `most` are wanted.
   __forceinline__ tile::GlobalRows rows_at(const RowsView& view, i64 row, int head, int count,
                                            int most, int num_columns) const {
-    const i64 b = packed() ? 0 : at.b;
-    char* data = static_cast<char*>(view.data) +
-                 (b * view.batch + row * view.row + head * view.head) * size_bytes(kElement);
-    return {data, view.row, view.dim, count < most ? count : most, num_columns};
+    return rows_of<kElement>(p, view, at.b, row, head, count, most, num_columns);
   }
 
   // ---- copies ----
@@ -334,24 +318,10 @@ struct PortableForward {
   u64 seed;
 
   // ---- the careful pass ----
-  static __forceinline__ bool finite(float x) { return x - x == 0.0f; }
-
   // Takes what is not finite out of the V tile.
   __forceinline__ void take_poison(int stage) {
-    const u32 base = ptx::shared_address(&shared.tiles.v[stage]);
-    constexpr int kRowWords = VTile::kRowBytes / 4;
-#pragma unroll 1
-    for (int idx = thread; idx < kSpec.tile_k * kRowWords; idx += kThreads) {
-      const u32 where = base + VTile::offset(idx / kRowWords, 4 * (idx % kRowWords));
-      u32 x = ptx::ld_shared_32(where);
-      if constexpr (kElement == Element::kFloat32) {
-        if (!finite(__uint_as_float(x))) x = 0;
-      } else {
-        if (!finite(tile::unpack_16<kElement>(x))) x &= 0xffff0000u;
-        if (!finite(tile::unpack_16<kElement>(x >> 16))) x &= 0x0000ffffu;
-      }
-      ptx::st_shared_32(where, x);
-    }
+    tile::take_poison<VTile, kElement, kThreads>(ptx::shared_address(&shared.tiles.v[stage]),
+                                                 thread, [](int) {});
     __syncthreads();
   }
 
@@ -365,7 +335,7 @@ struct PortableForward {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        bad |= nothing[m][half] != 0.0f && finite(state[m][half].sum.x);
+        bad |= nothing[m][half] != 0.0f && tile::finite(state[m][half].sum.x);
       }
     }
     return __syncthreads_or(bad);
@@ -495,21 +465,13 @@ struct PortableForward {
   // Values that are not finite, for the rows that see them. What a weight multiplies them by is
   // positive and does not count. A lane owns words of a row.
   __forceinline__ void spread_poison(const Scores<kFeatures>& scores) {
-    constexpr int kPerWord = 4 / size_bytes(kElement);
     const i64 last = i64{tile_end} * kSpec.tile_k;
     const int end = static_cast<int>(last < at.n.k ? last : at.n.k);
 #pragma unroll 1
     for (int key = tile_begin * kSpec.tile_k; key < end; ++key) {
       const tile::GlobalRows v = rows_at(p.v, k_row + key, at.kv_head, 1, 1, p.dim_v);
-#pragma unroll 1
-      for (int column = lane * kPerWord; column < p.dim_v; column += 32 * kPerWord) {
-        const float low = tile::load_element<kElement>(v.data, column * v.dim);
-        float high = 0.0f;
-        if (kPerWord == 2 && column + 1 < p.dim_v) {
-          high = tile::load_element<kElement>(v.data, (column + 1) * v.dim);
-        }
-        if (finite(low) && finite(high)) continue;
-        const u32 where = warp_out() + column * size_bytes(kElement);
+      tile::for_poison<kElement>(v.data, v.dim, p.dim_v, [&](int word, float low, float high) {
+        const u32 where = warp_out() + 4 * word;
 #pragma unroll 1
         for (int row = 0; row < kWarpRows; ++row) {
           const int i = row0 + warp * kWarpRows + row;
@@ -517,18 +479,12 @@ struct PortableForward {
           if (i >= at.n.q || key < keys.begin || key >= keys.end) continue;
           if (kFeatures.hides() && scores.hidden(i, key)) continue;
           const u32 x = ptx::ld_shared_32(where + OutTile::offset(row, 0));
-          ptx::st_shared_32(where + OutTile::offset(row, 0), add_poison(x, low, high));
+          ptx::st_shared_32(where + OutTile::offset(row, 0),
+                            tile::add_poison<kElement>(x, low, high));
         }
-      }
+      });
     }
     __syncwarp();
-  }
-  static __forceinline__ u32 add_poison(u32 x, float low, float high) {
-    low = finite(low) ? 0.0f : low;
-    high = finite(high) ? 0.0f : high;
-    if constexpr (kElement == Element::kFloat32) return __float_as_uint(__uint_as_float(x) + low);
-    return tile::pack_16<kElement>(tile::unpack_16<kElement>(x) + low,
-                                   tile::unpack_16<kElement>(x >> 16) + high);
   }
 
   __forceinline__ void store_out() const {

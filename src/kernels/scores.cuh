@@ -1,4 +1,5 @@
-// From products q.k to what softmax sees: the variant applied to a warp's tile of accumulators.
+// From products q.k to what softmax sees: the variant applied to a warp's tile of accumulators. And
+// where the rows of a head lie.
 //
 // Invariant: a score is modified by score() of variant.h and hidden by selection, so that nothing
 // at a hidden position has an effect. kKeysInRows tells which way a tile lies: its rows are queries
@@ -6,18 +7,23 @@
 #pragma once
 
 #include "kernels/sequence.h"
+#include "kernels/tile/copy.cuh"
 #include "kernels/tile/fragment.h"
 #include "kernels/tile/operand.cuh"
 #include "kernels/tile/registers.cuh"
 
 namespace onefold::kernels {
 
-// The (sequence, query head) that a tile belongs to.
-struct HeadAt {
-  i64 b;
-  int h, kv_head;
-  Lengths n;
-};
+// Rows from `row` on of one head, of which `count` exist and `most` are wanted. Packed tensors have
+// no batch.
+template <Element kElement>
+__forceinline__ tile::GlobalRows rows_of(const ProblemView& p, const RowsView& view, i64 b, i64 row,
+                                         int head, int count, int most, int num_columns) {
+  const i64 batch = p.sequences.cu_q.bytes != 0 ? 0 : b;
+  char* data = static_cast<char*>(view.data) +
+               (batch * view.batch + row * view.row + head * view.head) * size_bytes(kElement);
+  return {data, view.row, view.dim, count < most ? count : most, num_columns};
+}
 
 // The variant as compiled for kFeatures, for one head.
 template <Features kFeatures>

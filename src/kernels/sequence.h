@@ -54,6 +54,11 @@ static inline i64 tiles_per_head(i64 total_rows, i64 tile_rows, bool packed, i64
   return (total_rows + tile_rows - 1) / tile_rows;
 }
 
+// The first tile of packed sequence b.
+static inline i64 first_packed_tile(const IndexView& cu, i64 b, i64 total, i64 tile_rows) {
+  return clamp(index_at(cu, b), 0, total) / tile_rows + b;
+}
+
 // The sequence (or what lies beyond them, b == batch) that owns tile `tile` of a packed head. Offsets
 // that do not ascend may give a negative tile, which has no rows.
 static inline TileAt packed_tile(const IndexView& cu, i64 batch, i64 total, i64 tile_rows,
@@ -61,14 +66,60 @@ static inline TileAt packed_tile(const IndexView& cu, i64 batch, i64 total, i64 
   i64 low = 0, high = batch;  // the last b whose tiles begin at or before `tile`
   while (low < high) {
     const i64 middle = (low + high + 1) / 2;
-    const i64 begin = clamp(index_at(cu, middle), 0, total) / tile_rows + middle;
-    if (begin <= tile) {
+    if (first_packed_tile(cu, middle, total, tile_rows) <= tile) {
       low = middle;
     } else {
       high = middle - 1;
     }
   }
-  return {low, tile - (clamp(index_at(cu, low), 0, total) / tile_rows + low)};
+  return {low, tile - first_packed_tile(cu, low, total, tile_rows)};
+}
+
+// The (sequence, query head) that a tile belongs to.
+struct HeadAt {
+  i64 b;
+  int h, kv_head;
+  Lengths n;
+};
+
+// A tile of query rows of one head: its first row, local; the rows of its sequence, used or not;
+// and where the tile and the keys of the sequence begin in the tensors.
+struct QueryTile {
+  HeadAt at;
+  int row0, num_rows;
+  i64 q_row, k_row;
+
+  bool present() const { return row0 >= 0 && row0 < num_rows; }
+};
+// Tile `item` of all heads, head by head; in descending order within a head when `descending`.
+static inline QueryTile query_tile_at(const ProblemView& p, u32 item, int tile_rows,
+                                      bool descending = false) {
+  const u32 num_tiles = static_cast<u32>(p.query_tiles), num_heads = static_cast<u32>(p.heads_q);
+  const u32 bh = item / num_tiles;
+  u32 tile = item % num_tiles;
+  if (descending) tile = num_tiles - 1 - tile;
+  QueryTile t;
+  t.at.h = static_cast<int>(bh % num_heads);
+  t.at.kv_head = t.at.h / p.group;
+  TileAt where{bh / num_heads, tile};
+  if (p.sequences.cu_q.bytes != 0) {
+    where = packed_tile(p.sequences.cu_q, p.sequences.batch, p.sequences.rows_q, tile_rows, tile);
+  }
+  t.at.b = where.b;
+  const Sequence seq = sequence_at(p.sequences, where.b);
+  t.at.n = {static_cast<int>(seq.used.q), static_cast<int>(seq.used.k)};
+  t.num_rows = static_cast<int>(seq.q_rows);
+  t.row0 = static_cast<int>(where.tile) * tile_rows;
+  t.q_row = seq.q_begin + t.row0;
+  t.k_row = seq.k_begin;
+  return t;
+}
+
+// Tiles of query rows numbered through, head by head: the number of tile 0 of head h in sequence b.
+static inline i64 row_tile(const ProblemView& p, i64 b, i64 h, i64 tile_rows) {
+  if (p.sequences.cu_q.bytes == 0) return (b * p.heads_q + h) * p.query_tiles;
+  return h * p.query_tiles +
+         first_packed_tile(p.sequences.cu_q, b, p.sequences.rows_q, tile_rows);
 }
 
 }  // namespace onefold::kernels

@@ -7,9 +7,13 @@
 namespace onefold {
 namespace {
 
+using kernels::BackwardPlan;
+using kernels::BackwardSpec;
 using kernels::Features;
 using kernels::ForwardPlan;
 using kernels::ForwardSpec;
+using kernels::MaskTiles;
+using kernels::ScoreGradientsSpec;
 
 constexpr std::int64_t kMostRows = std::int64_t{1} << 31;  // kernels count rows in 32 bits
 constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 31) - 1;
@@ -52,22 +56,62 @@ constexpr Row kAny32[] = {
     {256, {32, 16, 2, 1, 1, false}},
 };
 
-bool fits(const ForwardSpec& spec, const CudaFacts& facts) {
+void set(ForwardSpec& spec, const ForwardTiles& tiles) {
+  spec.tile_q = tiles.tile_q;
+  spec.tile_k = tiles.tile_k;
+  spec.warps = tiles.warps;
+  spec.stages = tiles.stages;
+  spec.blocks_per_sm = tiles.blocks_per_sm;
+  spec.q_in_registers = tiles.q_in_registers;
+}
+
+struct BackwardTiles {
+  int tile_q, tile_k, step_q, warps;
+  bool paired;
+  int stages, blocks_per_sm;
+};
+struct BackwardRow {
+  int most_dim;
+  BackwardTiles tiles;
+};
+constexpr BackwardRow kBackwardPlain16[] = {
+    {64, {32, 128, 32, 4, false, 2, 2}}, {64, {32, 128, 32, 4, false, 2, 1}},
+    {128, {32, 128, 32, 8, true, 2, 1}}, {128, {32, 64, 32, 4, true, 2, 1}},
+    {256, {32, 64, 32, 8, true, 2, 1}},  {256, {32, 32, 32, 4, true, 1, 1}},
+};
+constexpr BackwardRow kBackwardOptions16[] = {
+    {64, {32, 128, 32, 8, true, 2, 1}},
+    {128, {32, 128, 32, 8, true, 2, 1}}, {128, {32, 64, 32, 4, true, 2, 1}},
+    {256, {32, 64, 32, 8, true, 2, 1}},  {256, {32, 32, 32, 4, true, 1, 1}},
+};
+constexpr BackwardRow kBackwardAny32[] = {
+    {64, {32, 64, 32, 8, true, 1, 1}},
+    {128, {32, 64, 32, 8, true, 1, 1}}, {128, {16, 32, 16, 4, true, 1, 1}},
+    {256, {16, 64, 16, 8, true, 1, 1}},  {256, {16, 16, 16, 2, true, 1, 1}},
+};
+
+void set(BackwardSpec& spec, const BackwardTiles& tiles) {
+  spec.tile_q = tiles.tile_q;
+  spec.tile_k = tiles.tile_k;
+  spec.step_q = tiles.step_q;
+  spec.warps = tiles.warps;
+  spec.paired = tiles.paired;
+  spec.stages = tiles.stages;
+  spec.blocks_per_sm = tiles.blocks_per_sm;
+}
+
+template <class Spec>
+bool fits(const Spec& spec, const CudaFacts& facts) {
   const auto block = static_cast<std::size_t>(spec.shared_bytes());
   const auto all = static_cast<std::size_t>(spec.blocks_per_sm) * (block + kReservedPerBlock);
   return block <= facts.shared_bytes && all <= facts.shared_bytes_per_sm;
 }
 
-template <std::size_t kRows>
-bool choose(const Row (&table)[kRows], const CudaFacts& facts, ForwardSpec& spec) {
+template <class Row, std::size_t kRows, class Spec>
+bool choose(const Row (&table)[kRows], const CudaFacts& facts, Spec& spec) {
   for (const Row& row : table) {
     if (std::max(spec.dim, spec.dim_v) > row.most_dim) continue;
-    spec.tile_q = row.tiles.tile_q;
-    spec.tile_k = row.tiles.tile_k;
-    spec.warps = row.tiles.warps;
-    spec.stages = row.tiles.stages;
-    spec.blocks_per_sm = row.tiles.blocks_per_sm;
-    spec.q_in_registers = row.tiles.q_in_registers;
+    set(spec, row.tiles);
     if (spec.invalid() == nullptr && fits(spec, facts)) return true;
   }
   return false;
@@ -123,6 +167,94 @@ Features features_of(const Problem& p) {
   return f;
 }
 
+// What every spec says of the tensors.
+template <class Spec>
+void describe(Spec& spec, const Problem& p, const CudaFacts& facts) {
+  spec.arch = facts.arch;
+  spec.element = element_of(p.dtype);
+  spec.dim = padded(p.dim);
+  spec.dim_v = padded(p.dim_v);
+  spec.whole = spec.dim == p.dim && spec.dim_v == p.dim_v;
+  spec.aligned = is_aligned(p.q, p.dim) && is_aligned(p.k, p.dim) && is_aligned(p.v, p.dim_v);
+  spec.features = features_of(p);
+}
+
+bool is_plain(const Features& f) { return f.scale_only() && !f.mask && !f.dropout; }
+
+[[noreturn]] void no_tile_fits(const Problem& p, const CudaFacts& facts) {
+  unsupported("head_dim is ", std::max(p.dim, p.dim_v), " on a device with ", facts.shared_bytes,
+              " bytes of shared memory a block: no tile fits, a smaller head_dim is needed");
+}
+
+void check_blocks(std::int64_t blocks) {
+  if (blocks <= kMostBlocks) return;
+  unsupported("batch * heads * seqlen needs ", blocks, " blocks: fewer than 2^31 work");
+}
+
+// Tiles of one head: of one sequence, or of all packed ones and the rows beyond them.
+std::int64_t tiles_of(const Problem& p, std::int64_t rows, int tile) {
+  return p.packed ? rows / tile + p.batch + 1 : ceil_div(rows, tile);
+}
+
+MaskTiles mask_tiles(const Problem& p, int tile_q, int tile_k) {
+  MaskTiles m;
+  if (!p.mask) return m;
+  const auto& extent = p.mask.extent;
+  m.tile_q = tile_q;
+  m.tile_k = tile_k;
+  m.query_tiles = extent[2] == 1 ? 1 : ceil_div(extent[2], tile_q);
+  m.words = extent[3] == 1 ? 1 : ceil_div(ceil_div(extent[3], tile_k), 16);
+  m.blocks = extent[0] * extent[1] * m.query_tiles * m.words;
+  return m;
+}
+
+// Workspace, piece by piece.
+struct Workspace {
+  std::int64_t bytes = 0;
+  std::int64_t take(std::int64_t size) {
+    const std::int64_t at = bytes;
+    bytes += ceil_div(size, 256) * 256;
+    return at;
+  }
+};
+
+ScoreGradientsSpec score_gradients_spec(const Problem& p, const BackwardSpec& like, bool bias,
+                                        const CudaFacts& facts) {
+  ScoreGradientsSpec spec;
+  describe(spec, p, facts);
+  spec.aligned = like.aligned;
+  spec.bias = bias;
+  for (const int tile : {64, 32, 16}) {
+    spec.tile_q = spec.tile_k = tile;
+    if (spec.invalid() == nullptr &&
+        static_cast<std::size_t>(spec.shared_bytes()) <= facts.shared_bytes) {
+      return spec;
+    }
+  }
+  no_tile_fits(p, facts);
+}
+
+// Blocks that own entries of dbias. Where they are few and many positions share an entry, several
+// split the sum: as many as keep the device busy, which follows from the shapes alone.
+void plan_bias(const Problem& p, const Grid& dbias, const CudaFacts& facts, BackwardPlan& plan) {
+  constexpr std::int64_t kBlocksWanted = 512;
+  const auto& extent = dbias.extent;
+  plan.bias = true;
+  plan.bias_spec = score_gradients_spec(p, plan.spec, true, facts);
+  const int tile_q = plan.bias_spec.tile_q, tile_k = plan.bias_spec.tile_k;
+  const auto shared = [&](int axis, std::int64_t all) { return extent[axis] == 1 ? all : 1; };
+  plan.bias_items =
+      extent[0] * extent[1] * ceil_div(extent[2], tile_q) * ceil_div(extent[3], tile_k);
+  plan.bias_entries = extent[0] * extent[1] * extent[2] * extent[3];
+  const std::int64_t walked = shared(0, p.batch) * shared(1, p.heads_q) *
+                              shared(2, ceil_div(p.longest_q, tile_q));
+  const std::int64_t wanted =
+      ceil_div(kBlocksWanted, std::max<std::int64_t>(plan.bias_items, 1));
+  plan.bias_splits =
+      static_cast<int>(std::clamp<std::int64_t>(wanted, 1, std::max<std::int64_t>(walked, 1)));
+  check_blocks(plan.bias_items * plan.bias_splits);
+}
+
 }  // namespace
 
 CudaFacts cuda_facts_of(int arch) {
@@ -145,45 +277,78 @@ ForwardPlan plan_cuda_forward(const Problem& p, const ForwardTensors& t, const C
   check_supported(p, facts);
   ForwardPlan plan;
   ForwardSpec& spec = plan.spec;
-  spec.arch = facts.arch;
-  spec.element = element_of(p.dtype);
-  spec.dim = padded(p.dim);
-  spec.dim_v = padded(p.dim_v);
-  spec.whole = spec.dim == p.dim && spec.dim_v == p.dim_v;
-  spec.aligned = is_aligned(p.q, p.dim) && is_aligned(p.k, p.dim) && is_aligned(p.v, p.dim_v) &&
-                 is_aligned(t.out, p.dim_v);
-  spec.features = features_of(p);
-  const Features& f = spec.features;
-  const bool plain = f.scale_only() && !f.mask && !f.dropout && spec.aligned;
+  describe(spec, p, facts);
+  spec.aligned = spec.aligned && is_aligned(t.out, p.dim_v);
+  const bool plain = is_plain(spec.features) && spec.aligned;
   const bool found = spec.element == Element::kFloat32 ? choose(kAny32, facts, spec)
                      : plain                           ? choose(kPlain16, facts, spec)
                                                        : choose(kOptions16, facts, spec);
-  if (!found) {
-    unsupported("head_dim is ", std::max(p.dim, p.dim_v), " on a device with ", facts.shared_bytes,
-                " bytes of shared memory a block: no tile fits, a smaller head_dim is needed");
-  }
-  plan.query_tiles =
-      p.packed ? p.rows_q / spec.tile_q + p.batch + 1 : ceil_div(p.rows_q, spec.tile_q);
+  if (!found) no_tile_fits(p, facts);
+  plan.query_tiles = tiles_of(p, p.rows_q, spec.tile_q);
   plan.blocks = plan.query_tiles * p.heads_q * (p.packed ? 1 : p.batch);
-  if (plan.blocks > kMostBlocks) {
-    unsupported("batch * heads * seqlen needs ", plan.blocks, " blocks: fewer than 2^31 work");
-  }
+  check_blocks(plan.blocks);
   // With a right border later rows see more keys: they start first, so that none of them ends last.
   plan.longest_first = p.variant.band_end < kUnbounded;
-  if (p.mask) {
-    const auto& extent = p.mask.extent;
-    plan.mask_query_tiles = extent[2] == 1 ? 1 : ceil_div(extent[2], spec.tile_q);
-    plan.mask_words = extent[3] == 1 ? 1 : ceil_div(ceil_div(extent[3], spec.tile_k), 16);
-    plan.mask_blocks = extent[0] * extent[1] * plan.mask_query_tiles * plan.mask_words;
-    plan.workspace_bytes = plan.mask_blocks * 4;
-  }
+  plan.mask = mask_tiles(p, spec.tile_q, spec.tile_k);
+  plan.workspace_bytes = plan.mask.blocks * 4;
   return plan;
 }
 
-std::string describe_reasons(const Problem& p, const ForwardPlan& plan, const CudaFacts& facts) {
+BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t, bool deterministic,
+                                const CudaFacts& facts) {
+  check_supported(p, facts);
+  BackwardPlan plan;
+  BackwardSpec& spec = plan.spec;
+  describe(spec, p, facts);
+  spec.aligned = spec.aligned && is_aligned(t.out, p.dim_v) && is_aligned(t.dout, p.dim_v) &&
+                 is_aligned(t.dq, p.dim) && is_aligned(t.dk, p.dim) && is_aligned(t.dv, p.dim_v);
+  spec.dq = bool(t.dq);
+  spec.ordered = deterministic && spec.dq;
+  const bool plain = is_plain(spec.features) && spec.aligned;
+  const bool found = spec.element == Element::kFloat32 ? choose(kBackwardAny32, facts, spec)
+                     : plain                           ? choose(kBackwardPlain16, facts, spec)
+                                                       : choose(kBackwardOptions16, facts, spec);
+  if (!found) no_tile_fits(p, facts);
+  const std::int64_t batches = p.packed ? 1 : p.batch;
+  plan.query_tiles = tiles_of(p, p.rows_q, spec.tile_q);
+  plan.row_tiles = plan.query_tiles * p.heads_q * batches;
+  plan.key_tiles = tiles_of(p, p.rows_k, spec.tile_k);
+  if (t.dq || t.dk || t.dv) {
+    plan.blocks = plan.key_tiles * p.heads_k * batches;
+    plan.mask = mask_tiles(p, spec.tile_q, spec.tile_k);
+  }
+  check_blocks(std::max(plan.blocks, plan.row_tiles));
+  if (t.dbias) plan_bias(p, t.dbias, facts, plan);
+  plan.slopes = bool(t.dslopes);
+  plan.sinks = bool(t.dsinks);
+  if (plan.slopes || plan.sinks) {
+    plan.rows_spec = score_gradients_spec(p, spec, false, facts);
+    plan.rows_query_tiles = tiles_of(p, p.rows_q, plan.rows_spec.tile_q);
+    plan.rows_tiles = plan.rows_query_tiles * p.heads_q * batches;
+    check_blocks(plan.rows_tiles);
+  }
+
+  Workspace workspace;
+  plan.rows_at = workspace.take(plan.row_tiles * spec.row_numbers() * 4);
+  plan.dq_at = workspace.take(spec.dq ? plan.row_tiles * spec.dq_numbers() * 4 : 0);
+  plan.turns_at = workspace.take(spec.ordered ? plan.row_tiles * 4 : 0);
+  plan.ticket_at = workspace.take(spec.ordered ? 4 : 0);
+  plan.mask_at = workspace.take(plan.mask.blocks * 4);
+  plan.bias_at =
+      workspace.take(plan.bias_splits > 1 ? plan.bias_splits * plan.bias_entries * 4 : 0);
+  plan.slopes_at = workspace.take(plan.slopes ? plan.rows_tiles * 4 : 0);
+  plan.sinks_at = workspace.take(plan.sinks ? plan.rows_tiles * 4 : 0);
+  plan.workspace_bytes = workspace.bytes;
+  return plan;
+}
+
+namespace {
+
+// Reasons that forward and backward share.
+template <class Spec>
+std::string reasons(const Problem& p, const Spec& spec, const CudaFacts& facts) {
   std::string text;
   const auto line = [&text](const auto&... parts) { text += concat(parts..., "\n"); };
-  const ForwardSpec& spec = plan.spec;
   line("backend cuda: q is on the device, compute capability ", facts.arch / 100, ".",
        facts.arch / 10 % 10, ", ", facts.num_sms, " multiprocessors");
   line("tile ", spec.tile_q, " queries x ", spec.tile_k, " keys, ", spec.warps, " warps, ",
@@ -204,10 +369,30 @@ std::string describe_reasons(const Problem& p, const ForwardPlan& plan, const Cu
          " inside");
   }
   if (p.variant.banded()) {
-    line("causal or window: key tiles outside the band are skipped, border tiles are masked");
+    line("causal or window: tiles outside the band are skipped, border tiles are masked");
   }
   if (p.mask) line("mask: its tiles are classified on the device first, hidden ones are skipped");
   if (p.packed || p.used_q || p.used_k) line("lengths are read on the device only");
+  return text;
+}
+
+}  // namespace
+
+std::string describe_reasons(const Problem& p, const ForwardPlan& plan, const CudaFacts& facts) {
+  return reasons(p, plan.spec, facts);
+}
+
+std::string describe_reasons(const Problem& p, const BackwardPlan& plan, const CudaFacts& facts) {
+  std::string text = reasons(p, plan.spec, facts);
+  if (plan.spec.ordered) {
+    text += "deterministic: blocks take turns in adding to dq, which costs speed\n";
+  } else if (plan.spec.dq) {
+    text += "dq is summed by atomic additions: its last bits vary from call to call\n";
+  }
+  if (plan.bias) text += "the gradient of bias comes from a pass of its own\n";
+  if (plan.slopes || plan.sinks) {
+    text += "the gradients of alibi_slopes and sinks come from a pass of their own\n";
+  }
   return text;
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "core/problem.h"
+#include "kernels/backward_spec.h"
 #include "kernels/forward_spec.h"
 
 namespace onefold {
@@ -27,8 +28,14 @@ CudaFacts cuda_facts_of(int arch);
 kernels::ForwardPlan plan_cuda_forward(const Problem& problem, const ForwardTensors& tensors,
                                        const CudaFacts& facts);
 
+// deterministic: the bits of every gradient are the same in every call.
+kernels::BackwardPlan plan_cuda_backward(const Problem& problem, const BackwardTensors& tensors,
+                                         bool deterministic, const CudaFacts& facts);
+
 // What explain() prints: the reasons, one a line.
 std::string describe_reasons(const Problem& problem, const kernels::ForwardPlan& plan,
+                             const CudaFacts& facts);
+std::string describe_reasons(const Problem& problem, const kernels::BackwardPlan& plan,
                              const CudaFacts& facts);
 
 }  // namespace onefold

@@ -8,19 +8,32 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <filesystem>
+#include <fstream>
 #include <memory>
+#include <sstream>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "onefold/error.h"
 
 #if defined(__linux__)
+#include <pthread.h>
 #include <sched.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #endif
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define ONEFOLD_TEST_SANITIZED 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define ONEFOLD_TEST_SANITIZED 1
+#endif
+#endif
 #if defined(__SANITIZE_THREAD__)
 #define ONEFOLD_TEST_TSAN 1
 #elif defined(__has_feature)
@@ -259,6 +272,82 @@ TEST_F(ThreadPool, a_forked_child_has_threads_of_its_own_even_if_its_parent_was_
   stop = true;
   busy.join();
 #endif
+}
+
+// The address space, not the number of processes, is what runs out: that binds root too.
+TEST_F(ThreadPool, with_fewer_threads_to_be_had_than_wanted_those_there_are_do_the_work) {
+#if !defined(__linux__)
+  GTEST_SKIP() << "the limit below is Linux's";
+#elif defined(ONEFOLD_TEST_SANITIZED)
+  GTEST_SKIP() << "a sanitizer needs address space of its own";
+#else
+  for (const rlim_t threads : {0, 2}) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(60);
+      const auto pool = pool_of(8);
+      std::ifstream statm("/proc/self/statm");
+      rlim_t pages = 0;
+      statm >> pages;
+      const rlim_t used = pages * static_cast<rlim_t>(sysconf(_SC_PAGESIZE));
+      constexpr rlim_t kStackBytes = rlim_t{64} << 20;
+      rlimit space{};
+      getrlimit(RLIMIT_AS, &space);
+      const rlimit before = space;
+      pthread_attr_t attributes;  // threads of std::thread have stacks of this size
+      pthread_attr_init(&attributes);
+      pthread_attr_setstacksize(&attributes, kStackBytes);
+      pthread_setattr_default_np(&attributes);
+      space.rlim_cur = used + threads * kStackBytes + kStackBytes / 2;
+      setrlimit(RLIMIT_AS, &space);
+      expect_promise_kept(*pool, 100);
+      expect_promise_kept(*pool, 100);
+      setrlimit(RLIMIT_AS, &before);
+      std::atomic<int> here{0};
+      run(*pool, 8, [&](std::int64_t, int) {  // all of them, once they can be had
+        ++here;
+        while (here.load() < 8) std::this_thread::yield();
+      });
+      _exit(HasFailure() ? 1 : 0);
+    }
+    ASSERT_GT(child, 0);
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
+  }
+#endif
+}
+
+TEST(Quota, is_the_least_of_all_control_groups_around_the_process) {
+  const std::filesystem::path root =
+      std::filesystem::path(testing::TempDir()) / concat("onefold_quota_", getpid());
+  const auto write = [&](const char* path, const char* text) {
+    std::filesystem::create_directories((root / path).parent_path());
+    std::ofstream(root / path) << text;
+  };
+  const auto quota = [&](const char* memberships) {
+    std::istringstream lines(memberships);
+    return cpu::quota_processors(lines, root);
+  };
+  EXPECT_EQ(quota("0::/a/b\n"), 0);
+  write("cpu.max", "max 100000\n");
+  write("a/cpu.max", "250000 100000\n");
+  write("a/b/cpu.max", "700000 100000\n");
+  write("a/b/c/cpu.max", "max 100000\n");
+  write("cpu/x/cpu.cfs_quota_us", "150000\n");
+  write("cpu/x/cpu.cfs_period_us", "100000\n");
+  write("cpu/cpu.cfs_quota_us", "-1\n");
+  write("cpu/cpu.cfs_period_us", "100000\n");
+  EXPECT_EQ(quota(""), 0);
+  EXPECT_EQ(quota("0::/\n"), 0);
+  EXPECT_EQ(quota("0::/a/b/c\n"), 3);  // two and a half
+  EXPECT_EQ(quota("0::/b\n"), 0);
+  EXPECT_EQ(quota("0::/../a\n"), 0);
+  EXPECT_EQ(quota("2:cpuset:/x\n1:name=systemd:/a\n"), 0);
+  EXPECT_EQ(quota("3:cpu,cpuacct:/x/y\n0::/\n"), 2);
+  write("cpu.max", "100000 100000\n");
+  EXPECT_EQ(quota("0::/a/b\n"), 1);
+  std::filesystem::remove_all(root);
 }
 
 }  // namespace

@@ -140,6 +140,16 @@ class Case {
     lse = output(lse_shape_, DType::kFloat32);
     dout = normal(out_shape_, w.dtype, 1);
     dlse = normal(lse_shape_, DType::kFloat32, 1);
+    for_absent(dout, q_);
+    for (std::int64_t b = 0; b < w.batch; ++b) {
+      const std::int64_t i = some_row(q_, b);
+      if (w.has("nan_dout") && i >= 0) set_row(dout, b, i, 0, kNaN);
+    }
+    const auto like = [&](const std::optional<Tensor>& t) {
+      return t ? std::optional<Tensor>(output_like(*t)) : std::nullopt;
+    };
+    gradients = {output_like(attention.q), output_like(attention.k), output_like(attention.v),
+                 like(attention.bias),     like(attention.alibi_slopes), like(attention.sinks)};
   }
 
   Attention on_device() {
@@ -158,6 +168,21 @@ class Case {
   Slabs slabs;
   Attention attention;
   Tensor out, lse, dout, dlse;
+  Gradients gradients;
+
+  Gradients gradients_on_device() {
+    const Gradients& g = gradients;
+    return {slabs.there(g.dq),    slabs.there(g.dk),      slabs.there(g.dv),
+            slabs.there(g.dbias), slabs.there(g.dslopes), slabs.there(g.dsinks)};
+  }
+  std::vector<std::pair<const char*, Tensor>> named_gradients() const {
+    const Gradients& g = gradients;
+    std::vector<std::pair<const char*, Tensor>> all{{"dq", *g.dq}, {"dk", *g.dk}, {"dv", *g.dv}};
+    if (g.dbias) all.push_back({"dbias", *g.dbias});
+    if (g.dslopes) all.push_back({"dslopes", *g.dslopes});
+    if (g.dsinks) all.push_back({"dsinks", *g.dsinks});
+    return all;
+  }
 
   Tensor output_like(const Tensor& t) {
     return output(Shape(t.shape.begin(), t.shape.begin() + t.rank), t.dtype);
@@ -345,11 +370,12 @@ class Case {
     }
   }
   // Values that are not finite, where sequences are long enough to have some.
+  static constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+  std::int64_t some_row(const std::vector<Sequence>& all, std::int64_t b) {
+    return all[b].used > 0 ? all[b].begin + r_.integer(0, int(all[b].used) - 1) : -1;
+  }
   void poison_values() {
-    const double nan = std::numeric_limits<double>::quiet_NaN();
-    const auto some_row = [&](const std::vector<Sequence>& all, std::int64_t b) {
-      return all[b].used > 0 ? all[b].begin + r_.integer(0, int(all[b].used) - 1) : -1;
-    };
+    const double nan = kNaN;
     for (std::int64_t b = 0; b < w.batch; ++b) {
       const std::int64_t i = some_row(q_, b), j = some_row(k_, b);
       if (w.has("nan_q") && i >= 0) set_row(attention.q, b, i, 0, nan);

@@ -61,6 +61,30 @@ std::vector<double> sizes(const Wish& w) {
   return s;
 }
 
+// The same in backward: weights are handed over in float16.
+std::vector<double> backward_sizes(const Wish& w) {
+  std::vector<double> s = sizes(w);
+  if (w.dtype != DType::kFloat32) s[std::size_t(reference::Source::kWeight)] += 0x1p-11;
+  return s;
+}
+// dS is rounded to float16, whose small numbers have an absolute error: what that makes of a
+// component of dq (`of`: k) or dk (`of`: q), at most.
+double small_ds(const Wish& w, const Attention& a, const Tensor& of) {
+  if (w.dtype != DType::kFloat16) return 0;
+  const double scale = std::fabs(a.scale.value_or(1 / std::sqrt(double(w.dim))));
+  const int rank = of.rank;
+  std::vector<double> sums(std::size_t(of.shape[rank - 2] * of.shape[rank - 1]));
+  std::size_t n = 0;
+  for_each_element(of, [&](std::int64_t at) {
+    const double x = std::fabs(load_number(of.data, of.dtype, at));
+    if (std::isfinite(x)) sums[n % sums.size()] += x;
+    ++n;
+  });
+  double most = 0;
+  for (const double x : sums) most = std::max(most, x);
+  return 0x1p-25 * scale * most * double(w.heads / w.kv_heads);
+}
+
 struct Verdict {
   bool ok = true;
   double worst = 0;  // of error / bound
@@ -120,39 +144,101 @@ void check_margins(Verdict& v, const char* what, const Tensor& t, const std::byt
 
 std::mutex device_mutex;
 
+// Workspaces begin as NaN.
+std::shared_ptr<void> spoiled(std::size_t bytes) {
+  std::shared_ptr<void> memory = cuda::allocate(bytes, 0, nullptr);
+  cuda::fill(memory.get(), 0xff, bytes, 0, nullptr);
+  return memory;
+}
+
+void judge_margins(Verdict& v, const char* what, const Tensor& t, Case& c) {
+  const auto& bytes = c.slabs.bytes(t);
+  check_margins(v, what, t, bytes.data(), bytes.size());
+}
+
+void judge_backward(Verdict& v, Case& c, const char* how) {
+  const reference::Backward want = reference::backward(c.attention, c.dout, c.dlse);
+  const reference::BackwardTerms terms = reference::backward_terms(c.attention, c.dout, c.dlse);
+  const std::vector<double> size = backward_sizes(c.w);
+  const double u = unit(c.w.dtype);
+  const double tiny = c.w.dtype == DType::kFloat16 ? 0x1p-24 : 0x1p-126;
+  const auto one = [&](const char* name, const Tensor& got, const reference::Array& exact,
+                       const reference::Array& bound, double rounding, double more) {
+    judge(v, concat(how, name).c_str(), numbers(got), exact, bound, size, rounding, tiny + more);
+    judge_margins(v, name, got, c);
+  };
+  const Gradients& g = c.gradients;
+  const Attention& a = c.attention;
+  one("dq", *g.dq, want.dq, terms.dq, u, small_ds(c.w, a, a.k));
+  one("dk", *g.dk, want.dk, terms.dk, u, small_ds(c.w, a, a.q));
+  one("dv", *g.dv, want.dv, terms.dv, u, 0);
+  if (g.dbias) one("dbias", *g.dbias, *want.dbias, *terms.dbias, unit(g.dbias->dtype), 0);
+  if (g.dslopes) one("dslopes", *g.dslopes, *want.dslopes, *terms.dslopes, kU32, 0);
+  if (g.dsinks) one("dsinks", *g.dsinks, *want.dsinks, *terms.dsinks, kU32, 0);
+}
+
+// Forward and backward on the device, each twice: the bits repeat.
+void run_on_device(Verdict& v, Case& c) {
+  Context context;
+  context.device = {DeviceType::kCuda, 0};
+  context.allocate = spoiled;
+  const Attention a = c.on_device();
+  const Tensor out = c.slabs.there(c.out), lse = c.slabs.there(c.lse);
+  const auto fetch = [&](const Tensor& t, int repeat, std::vector<std::byte>& first,
+                         const char* what) {
+    c.slabs.fetch(t);
+    if (repeat == 0) first = c.slabs.bytes(t);
+    if (first == c.slabs.bytes(t)) return;
+    v.ok = false;
+    v.text += concat("\n      ", what, " differs between two equal calls");
+  };
+  std::vector<std::byte> first_out, first_lse;
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    forward(context, a, out, lse);
+    fetch(c.out, repeat, first_out, "out");
+    fetch(c.lse, repeat, first_lse, "lse");
+  }
+  const Tensor dout = c.slabs.there(c.dout), dlse = c.slabs.there(c.dlse);
+  Gradients g = c.gradients_on_device();
+  g.deterministic = true;
+  std::vector<std::byte> first[6];
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    backward(context, a, out, lse, dout, dlse, g);
+    int n = 0;
+    for (const auto& [what, t] : c.named_gradients()) fetch(t, repeat, first[n++], what);
+  }
+}
+
 Verdict run(const Wish& wish, std::uint64_t seed, const Options& options) {
   Verdict v;
   Case c(wish, seed, !options.host);
   const reference::Forward want = reference::forward(c.attention);
   const reference::ForwardTerms terms = reference::forward_terms(c.attention);
-  Context context;
-  std::vector<std::byte> out_first;
   if (options.host) {
-    forward(context, c.attention, c.out, c.lse);
+    forward({}, c.attention, c.out, c.lse);
+    backward({}, c.attention, c.out, c.lse, c.dout, c.dlse, c.gradients);
   } else {
     const std::lock_guard lock(device_mutex);
-    context.device = {DeviceType::kCuda, 0};
-    const Attention a = c.on_device();
-    const Tensor out = c.slabs.there(c.out), lse = c.slabs.there(c.lse);
-    for (int repeat = 0; repeat < 2; ++repeat) {
-      forward(context, a, out, lse);
-      c.slabs.fetch(c.out);
-      c.slabs.fetch(c.lse);
-      if (repeat == 0) out_first = c.slabs.bytes(c.out);
-    }
-    if (out_first != c.slabs.bytes(c.out)) {
-      v.ok = false;
-      v.text += "\n      out differs between two equal calls";
-    }
+    run_on_device(v, c);
   }
   const std::vector<double> size = sizes(wish);
   const double tiny = wish.dtype == DType::kFloat16 ? 0x1p-24 : 0x1p-126;
   judge(v, "out", numbers(c.out), want.out, terms.out, size, 0, tiny);
   judge(v, "lse", numbers(c.lse), want.lse, terms.lse, size, 0, tiny);
-  for (const auto& [what, t] : {std::pair{"out", c.out}, std::pair{"lse", c.lse}}) {
-    const auto& bytes = c.slabs.bytes(t);
-    check_margins(v, what, t, bytes.data(), bytes.size());
+  judge_margins(v, "out", c.out, c);
+  judge_margins(v, "lse", c.lse, c);
+  judge_backward(v, c, "");
+  if (options.host) return v;
+  {
+    const std::lock_guard lock(device_mutex);
+    Context context;
+    context.device = {DeviceType::kCuda, 0};
+    context.allocate = spoiled;
+    backward(context, c.on_device(), c.slabs.there(c.out), c.slabs.there(c.lse),
+             c.slabs.there(c.dout), c.slabs.there(c.dlse), c.gradients_on_device());
+    for (const auto& [what, t] : c.named_gradients()) c.slabs.fetch(t);
   }
+  judge_backward(v, c, "atomic ");
   return v;
 }
 
@@ -200,6 +286,7 @@ Wish random_wish(Random& r) {
                                      {"nan_q ", 0.05},
                                      {"nan_k ", 0.05},
                                      {"nan_v ", 0.08},
+                                     {"nan_dout ", 0.08},
                                      {"inf_v ", 0.03}}) {
     if (r.chance(chance)) w.options += word;
   }
@@ -212,7 +299,7 @@ std::vector<Wish> all_wishes(const Options& options) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     for (const std::int64_t dim : {64, 128, 256}) {
       for (const char* words : {"", "causal", "window", "softcap", "slopes", "bias full", "mask",
-                                "sinks", "dropout", "scale-", "causal nan_v"}) {
+                                "sinks", "dropout", "scale-", "causal nan_v", "causal nan_k nan_q nan_dout"}) {
         Wish w;
         w.dtype = dtype;
         w.dim = w.dim_v = dim;
@@ -241,20 +328,38 @@ std::string compile(const Wish& wish, std::uint64_t seed) {
   const CudaFacts facts{900, 132, 227 * 1024, 228 * 1024};
   Attention a = c.attention;
   const auto move = [](Tensor& t) { t.device = {DeviceType::kCuda, 0}; };
-  for (Tensor* t : {&a.q, &a.k, &a.v, &c.out, &c.lse}) move(*t);
+  for (Tensor* t : {&a.q, &a.k, &a.v, &c.out, &c.lse, &c.dout, &c.dlse}) move(*t);
+  Gradients& g = c.gradients;
   for (std::optional<Tensor>* t : {&a.alibi_slopes, &a.bias, &a.mask, &a.sinks, &a.cu_seqlens_q,
-                                   &a.cu_seqlens_k, &a.seqused_q, &a.seqused_k}) {
+                                   &a.cu_seqlens_k, &a.seqused_q, &a.seqused_k, &g.dq, &g.dk, &g.dv,
+                                   &g.dbias, &g.dslopes, &g.dsinks}) {
     if (*t) move(**t);
   }
   const Problem p = make_problem(a, {DeviceType::kCuda, 0});
+  std::string text;
+  const auto compiled = [&](const auto& spec) {
+    const jit::Facts& f = jit::get(cuda::program(spec)).facts;
+    text += concat(f.registers, f.local_bytes > 0 ? concat(" LOCAL ", f.local_bytes) : "", " ");
+  };
   const kernels::ForwardPlan plan = plan_cuda_forward(p, make_forward(p, a, c.out, c.lse), facts);
-  if (p.mask) jit::get(cuda::program(kernels::MaskClassesSpec{900}));
-  const jit::Binary& binary = jit::get(cuda::program(plan.spec));
-  const jit::Facts& f = binary.facts;
-  std::string text = concat(f.registers, " registers");
-  if (f.local_bytes > 0)
-    text += concat(", LOCAL ", f.local_bytes, " bytes ", cuda::text(plan.spec));
-  return text;
+  if (p.mask) compiled(kernels::MaskClassesSpec{900});
+  compiled(plan.spec);
+  const BackwardTensors t = make_backward(p, a, c.out, c.lse, c.dout, c.dlse, g);
+  for (const bool deterministic : {false, true}) {
+    const kernels::BackwardPlan back = plan_cuda_backward(p, t, deterministic, facts);
+    compiled(back.spec);
+    compiled(kernels::BackwardRowsSpec{back.spec});
+    compiled(kernels::BackwardDqSpec{back.spec});
+    if (back.bias) {
+      compiled(back.bias_spec);
+      compiled(kernels::GradientSumsSpec{900, back.spec.features.bias});
+    }
+    if (back.slopes || back.sinks) {
+      compiled(back.rows_spec);
+      compiled(kernels::HeadSumsSpec{900});
+    }
+  }
+  return text + "registers";
 }
 
 int main_of(const Options& options) {

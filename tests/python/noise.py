@@ -25,8 +25,8 @@ RELATIVE = 0.425  # RMS of a rounding error in units of u
 EXP2 = 1.2  # RMS error of 2^x in units of u, polynomial and last rounding, on (-1/2, 1/2)
 
 
-# Of the sums that a tensor core truncates: what is lost is uniform below one unit in the last place,
-# so 2^-24 of the sum's power of two, which is 1 / (2 ln 2) of the sum in the mean over mantissas.
+# Of a sum that a tensor core truncates: what is lost is uniform below a unit in the last place, so
+# 2^-24 of the sum's power of two, which is 1 / (2 ln 2) of the sum in the mean over mantissas.
 TRUNCATED = 2.0**-24 / (2 * math.log(2))
 
 

@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +22,8 @@ np = pytest.importorskip("numpy")
 from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 
 import onefold  # noqa: E402
-from onefold import cli  # noqa: E402
+from onefold import _core, cli  # noqa: E402
+from onefold._options import NAMES, SEED, arguments  # noqa: E402
 
 
 def make_inputs(dtype=torch.float64, sq=3, sk=10, requires_grad=False):
@@ -123,7 +126,7 @@ def test_numpy_parts_merge_to_the_bits_of_torch_parts():
             ValueError,
             r"lses has shape \(2, 4\): it does not",
         ),
-        (torch.ones(2, 3, 4), [1.0, 2.0], TypeError, "lses is a float: a torch.Tensor"),
+        (torch.ones(2, 3, 4), [1.0, 2.0], TypeError, r"lses\[0\] is a float: a torch.Tensor"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused_with_one_sentence(outs, lses, error, sentence):
@@ -355,3 +358,64 @@ def test_every_command_has_help(command, capsys):
         cli.main([command, "--help"])
     assert caught.value.code == 0
     assert f"onefold {command}" in capsys.readouterr().out
+
+
+# ---- the order of the arguments, which several files spell out ----
+
+# By name, each unlike the others and its own answer to `arguments`.
+IN_ORDER = {
+    **{name: np.full(1, idx) for idx, name in enumerate(NAMES[:SEED])},
+    "seed": 11,
+    "scale": 12.0,
+    "causal": "top_left",
+    "window[0]": 14,
+    "window[1]": 15,
+    "softcap": 16.0,
+    "dropout_p": 0.17,
+    "max_seqlen_q": 18,
+    "max_seqlen_k": 19,
+}
+AS_KEYWORDS = {
+    **{name: value for name, value in IN_ORDER.items() if "window" not in name},
+    "window": (14, 15),
+}
+
+
+def test_the_keywords_arrive_in_the_order_of_names(monkeypatch):
+    assert list(IN_ORDER) == list(NAMES)
+    expected = tuple(IN_ORDER.values())
+    for given in (arguments(**AS_KEYWORDS), through_attention(monkeypatch)):
+        assert len(given) == len(expected)
+        assert all(a is e or a == e for a, e in zip(given, expected, strict=True))
+
+
+def through_attention(monkeypatch):
+    """What `attention` hands to a front end."""
+    seen = SimpleNamespace(attention=lambda question, *_: question)
+    monkeypatch.setattr(onefold._api, "front_end", lambda q: seen)
+    return onefold.attention(**AS_KEYWORDS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_compiled_module_reads_each_argument_from_the_same_place(name):
+    valid = arguments(*(np.zeros((1, 1, 1, 1), np.float32) for _ in range(3)))
+    assert len(_core.plan(*valid, False)) == 5
+    position = NAMES.index(name)
+    wrong = (*valid[:position], object(), *valid[position + 1 :])
+    with pytest.raises((TypeError, ValueError), match=rf"^{re.escape(name)} is "):
+        _core.plan(*wrong, False)
+
+
+def test_the_stub_and_the_operators_name_the_arguments_in_the_same_order():
+    text = (Path(onefold.__file__).parent / "_core.pyi").read_text()
+    listed = text.split("(onefold._options.NAMES):", 1)[1].split("\n\n")[1]
+    without_types = re.sub(r"\([^)]*\)", "", listed)
+    spelled = tuple(word.strip() for word in without_types.split(","))
+    assert spelled == tuple(name.replace("[0]", "_left").replace("[1]", "_right") for name in NAMES)
+    short = {
+        "alibi_slopes": "slopes", "cu_seqlens_q": "cu_q", "cu_seqlens_k": "cu_k",
+        "seqused_q": "used_q", "seqused_k": "used_k", "window[0]": "left", "window[1]": "right",
+        "max_seqlen_q": "max_q", "max_seqlen_k": "max_k",
+    }  # fmt: skip
+    schema = torch.ops.onefold.forward.default._schema
+    assert [a.name for a in schema.arguments] == [short.get(name, name) for name in NAMES]

@@ -428,8 +428,8 @@ def test_opcheck_passes_for_merge_states():
 def test_the_operators_have_the_documented_schemas():
     common = (
         "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? slopes, Tensor? sinks, "
-        "Tensor? cu_q, Tensor? cu_k, Tensor? used_q, Tensor? used_k, Tensor? seed, float? scale, "
-        "str causal, SymInt? left, SymInt? right, float softcap, float dropout_p, SymInt? max_q, "
+        "Tensor? cu_q, Tensor? cu_k, Tensor? used_q, Tensor? used_k, Tensor? seed, Scalar? scale, "
+        "str causal, SymInt? left, SymInt? right, Scalar softcap, Scalar dropout_p, SymInt? max_q, "
         "SymInt? max_k"
     )
     assert str(torch.ops.onefold.forward.default._schema) == (
@@ -440,3 +440,21 @@ def test_the_operators_have_the_documented_schemas():
         "bool deterministic, bool[6] needs) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, "
         "Tensor dslopes, Tensor dsinks)"
     )
+
+
+@pytest.mark.parametrize("option", ["scale", "softcap", "dropout_p"])
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_a_number_known_only_when_the_graph_runs_is_taken(option):
+    torch._dynamo.reset()
+    inputs = [torch.randn(1, 5, 2, 16, requires_grad=True) for _ in range(3)]
+
+    def attend(q, k, v, number):
+        return onefold.attention(q, k, v, seed=1, **{option: number.item()})
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for value in (0.25, 0.5):
+        found, expected = (
+            (out, *torch.autograd.grad(out.sum(), inputs))
+            for out in (f(*inputs, torch.tensor(value)) for f in (compiled, attend))
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

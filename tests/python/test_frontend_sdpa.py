@@ -169,7 +169,7 @@ def test_numpy_arrays_give_the_bits_of_torch_tensors():
             ((1, 4, 3, 4), (1, 3, 3, 4), (1, 3, 3, 4)),
             {"enable_gqa": True},
             ValueError,
-            "heads of k must divide",
+            "query has 4 heads and key has 3: the heads of key must divide",
         ),
         (((2, 4, 3, 4), (3, 4, 3, 4), (3, 4, 3, 4)), {}, ValueError, r"leading axes \(2, 3, 3\)"),
         (

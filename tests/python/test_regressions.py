@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def test_gradients_of_no_keys_exist_in_any_memory_order(heads: int) -> None:
 def test_an_output_that_reaches_an_element_twice_is_refused() -> None:
     q, k, v = _question(5, 9, 4, 16, torch.float32)
     out = torch.empty(2000).as_strided((2, 5, 4, 16), (20, 4, 1, 1))
-    with pytest.raises(ValueError, match="out has stride 1 on axis 3 and reaches elements twice"):
+    with pytest.raises(ValueError, match="out has stride 1 on axis 3 and may reach elements twice"):
         onefold.attention(q, k, v, out=out)
 
 
@@ -209,3 +210,166 @@ def test_parts_of_unequal_shape_are_refused_by_name() -> None:
         given = [[x.numpy() for x in part] if as_arrays else part for part in (outs, lses)]
         with pytest.raises(ValueError, match=r"outs\[1\] has shape \(5, 8\): \(4, 8\) is needed"):
             onefold.merge_states(*given)
+
+
+def test_a_numpy_seed_beside_torch_tensors_is_refused_and_the_other_way_round() -> None:
+    q, k, v = _question(5, 9, 4, 16, torch.float32)
+    with pytest.raises(TypeError, match=r"seed is a ndarray: an int, or a .* torch\.Tensor"):
+        onefold.attention(q, k, v, dropout_p=0.5, seed=np.array([3]))
+    with pytest.raises(TypeError, match=r"seed is a Tensor: an int, or a .* numpy\.ndarray"):
+        onefold.attention(*(x.numpy() for x in (q, k, v)), dropout_p=0.5, seed=torch.tensor([3]))
+
+
+def test_a_lazily_negated_seed_is_the_number_that_it_shows() -> None:
+    q, k, v = (x.requires_grad_() for x in _question(5, 9, 4, 16, torch.float32))
+    seed = torch._neg_view(torch.tensor([7]))
+    for function in (onefold.attention, lambda *a, **kw: onefold.reference.attention(*a, **kw)[0]):
+        expected = function(q, k, v, dropout_p=0.5, seed=-7)
+        assert torch.equal(function(q, k, v, dropout_p=0.5, seed=seed), expected)
+    grads = [
+        torch.autograd.grad(onefold.attention(q, k, v, dropout_p=0.5, seed=s).sum(), (q, k, v))
+        for s in (-7, seed)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_the_oracle_reads_lazily_negated_tensors_as_they_show() -> None:
+    q, k, v = _question(5, 9, 4, 16, torch.float32)
+    dout = torch.ones(2, 5, 4, 16)
+    for as_shown in (torch.neg, torch._neg_view):
+        found = [
+            *onefold.reference.attention(as_shown(q), k, v),
+            onefold.reference.gradients(as_shown(q), k, v, dout=as_shown(dout)).q,
+        ]
+        if as_shown is torch.neg:
+            expected = found
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_merging_tensors_that_carry_a_tangent_is_refused() -> None:
+    outs, lses = torch.randn(2, 5, 4), torch.randn(2, 5)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual
+        for name, given in (
+            ("outs", (dual(outs, outs), lses)),
+            ("lses", (outs, dual(lses, lses))),
+            ("outs", ([dual(o, o) for o in outs], list(lses))),
+        ):
+            with pytest.raises(NotImplementedError, match=f"merge_states has no .* {name} carries"):
+                onefold.merge_states(*given)
+
+
+def test_an_output_that_would_lose_a_derivative_is_refused() -> None:
+    q, k, v = _question(5, 9, 4, 16, torch.float32)
+    out = torch.zeros(2, 5, 4, 16, requires_grad=True)
+    with pytest.raises(ValueError, match="out requires a gradient"):
+        onefold.attention(q, k, v, out=out)
+    assert out.abs().max() == 0
+    with torch.no_grad():
+        assert onefold.attention(q, k, v, out=out) is out
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.zeros(2, 5, 4, 16), out.detach())
+        with pytest.raises(NotImplementedError, match="out carries a tangent"):
+            onefold.attention(q, k, v, out=dual)
+
+
+def test_rows_that_no_part_saw_have_a_finite_second_derivative() -> None:
+    outs = torch.randn(2, 5, 4, dtype=torch.float64)
+    lses = torch.randn(2, 5, dtype=torch.float64)
+    lses[:, 2], outs[:, 2], lses[1, 3], outs[1, 3] = -math.inf, 0, -math.inf, math.nan
+    inputs = [outs.requires_grad_(), lses.requires_grad_()]
+    out, lse = onefold.merge_states(*inputs)
+    first = torch.autograd.grad(out.sin().sum() + lse[lse.isfinite()].cos().sum(), inputs,
+                                create_graph=True)  # fmt: skip
+    assert all(x.isfinite().all() for x in first)
+    second = torch.autograd.grad(first[0].square().sum() + first[1].square().sum(), inputs)
+    assert all(x.isfinite().all() for x in second)
+    assert second[1].abs().max() > 0
+    assert second[1][:, 2].abs().max() == 0
+
+
+def test_what_merging_refuses_it_names_in_its_own_words() -> None:
+    outs, lses = torch.randn(2, 5, 4), torch.randn(2, 5)
+    cases = (
+        ((outs, lses.numpy()), TypeError, r"lses is a ndarray: a torch\.Tensor, as outs is one"),
+        ((list(outs), [3, 4]), TypeError, r"lses\[0\] is a int: a torch\.Tensor, as outs is"),
+        (([outs[0], outs[1].numpy()], lses), TypeError, r"outs\[1\] is a ndarray: .* as outs\[0\]"),
+        ((outs.numpy(), lses), TypeError, r"lses is a Tensor: a numpy\.ndarray, as outs is one"),
+        ((outs.numpy(), [1, 2]), TypeError, r"lses\[0\] is a int: a numpy\.ndarray, as outs"),
+        ((torch.tensor(1.0), lses), ValueError, r"outs has 0 axes, shape \(\): parts of"),
+        ((np.array(1.0), lses.numpy()), ValueError, r"outs has 0 axes, shape \(\): parts of"),
+        ((outs, torch.tensor(1.0)), ValueError, r"lses has shape \(\): .* which needs \(2, 5\)"),
+    )
+    for given, error, sentence in cases:
+        with pytest.raises(error, match=sentence):
+            onefold.merge_states(*given)
+    with pytest.raises(NotImplementedError, match=r"^onefold\.merge_states does not work inside"):
+        torch.func.vmap(onefold.merge_states)(outs[None], lses[None])
+
+
+def test_masked_numpy_parts_are_refused() -> None:
+    outs, lses = np.zeros((2, 5, 4)), np.zeros((2, 5))
+    masked = np.ma.masked_array(outs, mask=outs == 0)
+    for given in ((masked, lses), (list(masked), list(lses)), (outs, np.ma.masked_array(lses))):
+        with pytest.raises(TypeError, match="is a MaskedArray: a plain array, without a mask"):
+            onefold.merge_states(*given)
+
+
+def test_a_flag_where_a_number_is_needed_is_refused() -> None:
+    q, k, v = _question(5, 9, 4, 16, torch.float32)
+    for options, sentence in (
+        ({"scale": True}, "scale is a bool: a Python number is needed"),
+        ({"softcap": np.True_}, "softcap is a bool.*: a Python number is needed"),
+        ({"dropout_p": True}, "dropout_p is a bool: a Python number is needed"),
+        ({"window": (True, False)}, r"window\[0\] is a bool: an int or None is needed"),
+        ({"dropout_p": 0.5, "seed": True}, "seed is a bool: an int or a one-element int64"),
+        ({"seqused_k": [True, 3]}, r"seqused_k is \[True, 3\]: a list of int is needed"),
+    ):
+        with pytest.raises(TypeError, match=sentence):
+            onefold.attention(q, k, v, **options)
+    with pytest.raises(TypeError, match="count is a bool: an int is needed"):
+        onefold.set_num_threads(True)
+
+
+def test_sdpa_takes_flags_that_are_flags_and_keywords_as_keywords() -> None:
+    q = torch.randn(1, 2, 3, 4)
+    for name in ("is_causal", "enable_gqa"):
+        with pytest.raises(TypeError, match=f"{name} is a str: True or False is needed"):
+            onefold.sdpa(q, q, q, **{name: "no"})
+    with pytest.raises(TypeError, match="positional arguments"):
+        onefold.sdpa(q, q, q, None, 0.0, False, 0.5)  # type: ignore[misc]
+
+
+def test_sdpa_names_what_it_was_given() -> None:
+    q = torch.randn(1, 2, 3, 4)
+    for given, options, error, sentence in (
+        ((q, q[..., :3], q), {}, ValueError, "^head_dim of key is 3: 4 is .* head_dim of query$"),
+        ((q, q, q[:, :, :2]), {}, ValueError, "^seqlen of value is 2: 3 is .* rows of key$"),
+        ((q, q.double(), q), {}, ValueError, "^key is float64: query is float32"),
+        ((q, q.numpy(), q), {}, TypeError, r"^key is a ndarray: .* as query is one"),
+        ((q, q, q), {"attn_mask": torch.zeros(3, 5)}, ValueError, r"^attn_mask has shape \(3, 5\)"),
+        ((q, q, q), {"scale": "1"}, TypeError, "^scale is a str"),
+    ):
+        with pytest.raises(error, match=sentence):
+            onefold.sdpa(*given, **options)
+    with pytest.raises(NotImplementedError, match=r"^onefold\.sdpa does not work inside torch"):
+        torch.func.vmap(onefold.sdpa)(q[None], q[None], q[None])
+
+
+def test_what_attention_is_asked_the_oracle_explain_and_warmup_can_be_asked(capsys) -> None:
+    q, k, v = _question(5, 9, 4, 16, torch.float32)
+    asked = {"deterministic": True, "return_lse": True, "causal": True}
+    out, lse = onefold.reference.attention(q, k, v, **asked)
+    assert torch.equal(onefold.reference.attention(q, k, v, **asked | {"return_lse": False}), out)
+    assert lse.shape == (2, 4, 5)
+    assert onefold.explain(q, k, v, **asked).forward.backend == "cpu"
+    assert onefold.warmup(q, k, v, **asked) == []
+    functions = (onefold.attention, onefold.reference.attention, onefold.explain, onefold.warmup)
+    for function in functions:
+        for name in ("score_mod", "mask_mod", "aux"):
+            with pytest.raises(NotImplementedError, match=f"{name} is not supported yet: "):
+                function(q, k, v, **{name: [1]})
+        with pytest.raises(TypeError, match="deterministic is a str: True, False or None"):
+            function(q, k, v, deterministic="x")
+        with pytest.raises(TypeError, match="return_lse is a int: True or False is needed"):
+            function(q, k, v, return_lse=1)

@@ -21,6 +21,13 @@ __forceinline__ float rcp_approx(float x) {
   return y;
 }
 
+// The smaller; NaN when either is.
+__forceinline__ float min_nan(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 // The same number, but nothing is known about it any more: what depends on it is computed where it
 // is used and not kept in registers from before a loop.
 __forceinline__ int opaque(int x) {

@@ -1,5 +1,6 @@
 // Memory instructions of the portable kernels: asynchronous copies into shared memory, matrix
-// loads from it, vector stores, reductions into global memory. One instruction, one function.
+// loads from it, vector stores, reductions into global memory, barriers. One instruction, one
+// function.
 //
 // Shared addresses are 32-bit (shared_address). Loads are ordered among each other and by barriers;
 // what the same thread has just stored by plain C++ needs a barrier before them. Includes scalar.h
@@ -43,6 +44,11 @@ __forceinline__ u32 ld_shared_32(u32 address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
   return x;
 }
+__forceinline__ float2 ld_shared_f32x2(u32 address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
+  return x;
+}
 __forceinline__ uint4 ld_shared_128(u32 address) {
   uint4 x;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -60,6 +66,35 @@ __forceinline__ void st_shared_128(u32 address, uint4 x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y),
                "r"(x.z), "r"(x.w)
                : "memory");
+}
+
+// Adds in global memory, one number or four neighbours (16-byte aligned, sm_90 and later).
+__forceinline__ void red_add_f32(float* to, float x) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
+__forceinline__ void red_add_f32x4(float* to, const float (&x)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]),
+               "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+
+// A word that tells other blocks that what was written before it is there.
+__forceinline__ u32 ld_acquire(const u32* from) {
+  u32 x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+__forceinline__ void red_release_add(u32* to, u32 x) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
+// A named barrier of `threads` threads: some wait at it, others only say that they were there.
+// Barrier 0 is __syncthreads.
+__forceinline__ void bar_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__forceinline__ void bar_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 }  // namespace onefold::ptx

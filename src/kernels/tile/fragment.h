@@ -43,5 +43,8 @@ constexpr int a_trans_byte(int lane) { return b_byte(lane); }
 // accumulator has columns 2 t and 2 t + 1 there instead, so that P becomes an operand by naming
 // depth t column 2 t and depth t + 4 column 2 t + 1, in A and in B alike.
 constexpr int paired_depth(int lane, int half) { return 2 * (lane % 4) + half; }
+// Where depth `depth` of eight lies in a row that ldmatrix reads as such an operand A: thread
+// 4 g + t receives words t and t + 4.
+constexpr int place_of_depth(int depth) { return depth / 2 + 4 * (depth % 2); }
 
 }  // namespace onefold::tile

@@ -132,9 +132,10 @@ struct Operand<Element::kFloat32> {
   }
 
   static __forceinline__ void multiply(float (&d)[4], const A& a, const B& b) {
+    // The large part first: where it overflows, it alone says to which infinity.
+    ptx::mma_m16n8k8_tf32(d, a.high, b.high);
     ptx::mma_m16n8k8_tf32(d, a.low, b.high);
     ptx::mma_m16n8k8_tf32(d, a.high, b.low);
-    ptx::mma_m16n8k8_tf32(d, a.high, b.high);
   }
 };
 

@@ -79,6 +79,23 @@ __forceinline__ void multiply_rows(float (&d)[kRowTiles][kBlocks][4],
   }
 }
 
+// D += A B for one depth of A, B in a tile as it is.
+template <class Op, class TileB, int kRowTiles, int kBlocks>
+__forceinline__ void multiply_depth(float (&d)[kRowTiles][kBlocks][4],
+                                    const typename Op::A (&a)[kRowTiles], u32 b_at) {
+  static_assert(kBlocks % 2 == 0);
+#pragma unroll
+  for (int n = 0; n < kBlocks; n += 2) {
+    typename Op::B b[2];
+    Op::load_b_trans(b_at + TileB::offset(0, kBlockColumns * n * Op::kBytes), TileB::kStride, b);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      Op::multiply(d[m][n], a[m], b[0]);
+      Op::multiply(d[m][n + 1], a[m], b[1]);
+    }
+  }
+}
+
 // D += W B: accumulators W (columns are the depth) against a tile that holds B as it is.
 // prepare(block) is called for every block of W just before its turn.
 template <class Op, class TileB, int kRowTiles, int kDepthBlocks, int kBlocks, class Prepare>
@@ -92,17 +109,7 @@ __forceinline__ void multiply_weights(float (&d)[kRowTiles][kBlocks][4],
     typename Op::A a[kRowTiles];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) a[m] = Op::from_accumulators(&w[m][depth]);
-#pragma unroll
-    for (int n = 0; n < kBlocks; n += 2) {
-      typename Op::B b[2];
-      Op::load_b_trans(b_at + TileB::offset(kBlockColumns * depth, kBlockColumns * n * Op::kBytes),
-                       TileB::kStride, b);
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        Op::multiply(d[m][n], a[m], b[0]);
-        Op::multiply(d[m][n + 1], a[m], b[1]);
-      }
-    }
+    multiply_depth<Op, TileB>(d, a, b_at + TileB::offset(kBlockColumns * depth, 0));
   }
 }
 

@@ -1,0 +1,671 @@
+// Backward on tensor cores that every GPU since Ampere has: one block, one tile of keys of one
+// key/value head, against the query tiles of all heads of its group that see some of it.
+//
+//   copy K, V, the first Q, dO
+//   for each query tile                       (two stages; with one, Q and dO are copied first)
+//     Q, dO are here; copy the next Q, dO
+//     dQ of the tile before += dS K           added to global memory in fp32
+//     S^T = K Q^T, P^T = 2^(S - lse)          a warp owns 16 or 32 whole keys
+//     dP^T = V dO^T, dS^T = P (dP - delta)    dS goes to shared memory, for dQ
+//     dV += P^T dO, dK += dS^T Q              from accumulators to operands in registers
+//   dQ of the last tile; scale, store dK and dV
+//
+// "Are here" is cp.async.wait_group by every thread and then the block's barrier, the only one of
+// an iteration: it also tells that dS of the tile before is complete. Paired warps share their
+// keys: the first computes P and dV and hands P over in shared memory (barrier 1 + pair), the
+// second computes dP, dS and dK.
+//
+// What is not finite must reach only what sees it. A row whose lse or delta is not finite is
+// flagged: where a tile hides something, Q and dO are then cleared of such numbers, so that they do
+// not meet weights of zero, and dO's are given back to dV at the end. A key that is not finite is cleared,
+// too, and its scores are NaN. When adding to dQ is ordered, blocks draw their tile from a ticket:
+// whoever waits, waits for blocks that have begun.
+#pragma once
+
+#include "kernels/backward_spec.h"
+#include "kernels/tile/poison.cuh"
+#include "kernels/tile/reduce.cuh"
+#include "kernels/tile/transposed.cuh"
+#include "kernels/weights.cuh"
+
+namespace onefold::kernels {
+
+template <BackwardSpec kSpec>
+struct PortableBackward {
+  // ---- facts ----
+  static_assert(kSpec.invalid() == nullptr);
+  static constexpr Element kElement = kSpec.element;
+  static constexpr Features kFeatures = kSpec.features;
+  using Op = tile::Operand<kElement>;
+  static constexpr int kThreads = kSpec.threads();
+  static constexpr int kTileQ = kSpec.tile_q, kTileK = kSpec.tile_k;
+  static constexpr int kWarpKeys = kSpec.warp_keys();
+  static constexpr int kRowTiles = kWarpKeys / 16;
+  static constexpr int kBlocks = kSpec.step_q / 8;
+  static constexpr int kSteps = kTileQ / kSpec.step_q;
+  static constexpr int kDqRowTiles = kSpec.dq_rows() / 16, kDqBlocks = kSpec.dq_columns() / 8;
+  using W = Weights<kElement, kFeatures>;
+
+  // ---- storage ----
+  using QTile = tile::SharedTile<kTileQ, kSpec.row_bytes()>;
+  using DoutTile = tile::SharedTile<kTileQ, kSpec.row_bytes_v()>;
+  using KTile = tile::SharedTile<kTileK, kSpec.row_bytes()>;
+  using VTile = tile::SharedTile<kTileK, kSpec.row_bytes_v()>;
+  using DsTile = tile::TransposedTile<kElement, kTileK, kTileQ>;
+  struct Stage {
+    QTile q;
+    DoutTile dout;
+    float rows[kSpec.row_numbers()];
+  };
+  struct Shared {
+    KTile k;
+    VTile v;
+    Stage stage[kSpec.stages];
+    DsTile ds[kSpec.stages];
+    unsigned char exchange[kSpec.exchange_bytes()];
+    u32 poison[kTileK];  // whether a key is not finite
+  };
+  static_assert(sizeof(Shared) == kSpec.shared_bytes());
+
+  template <class Tile>
+  using Copy = tile::RowCopy<Tile, kElement, kThreads, kSpec.aligned, kSpec.whole>;
+  using Positions = TilePositions<true, kRowTiles, kBlocks>;
+  using Accumulators = float[kRowTiles][kBlocks][4];
+
+  const BackwardArguments& args;
+  const ProblemView& p;
+  Shared& shared;
+  int thread, warp, lane;
+  i64 b;
+  int kv_head;
+  Lengths n;
+  int key_tile, j0;  // the tile and its first key, local
+  int num_rows;      // of the sequence's keys, used or not
+  i64 q_row, k_row;  // where the sequence begins in the tensors
+  i64 first_rows;    // number of the first tile of rows of the group's first head
+  u64 seed;
+
+  __forceinline__ PortableBackward(const BackwardArguments& arguments, unsigned char* memory)
+      : args(arguments),
+        p(arguments.problem),
+        shared(*reinterpret_cast<Shared*>(memory)),
+        thread(static_cast<int>(threadIdx.x)),
+        warp(__shfl_sync(tile::kAllLanes, thread / 32, 0)),
+        lane(thread % 32) {}
+
+  // ---- where ----
+  __forceinline__ u32 draw_ticket() {
+    if (thread == 0) shared.poison[0] = atomicAdd(args.ticket, 1u);
+    __syncthreads();
+    const u32 ticket = shared.poison[0];
+    __syncthreads();
+    return ticket;
+  }
+  // Which tile of keys this block owns. False when it has no rows.
+  __forceinline__ bool locate() {
+    u32 item = ptx::block_idx();
+    if constexpr (kSpec.ordered) item = draw_ticket();
+    const u32 num_tiles = static_cast<u32>(args.key_tiles);
+    const u32 bh = item / num_tiles, num_heads = static_cast<u32>(p.heads_k);
+    TileAt where{bh / num_heads, item % num_tiles};
+    if (p.sequences.cu_k.bytes != 0) {
+      where = packed_tile(p.sequences.cu_k, p.sequences.batch, p.sequences.rows_k, kTileK,
+                          where.tile);
+    }
+    const Sequence seq = sequence_at(p.sequences, where.b);
+    b = where.b;
+    kv_head = static_cast<int>(bh % num_heads);
+    n = {static_cast<int>(seq.used.q), static_cast<int>(seq.used.k)};
+    key_tile = static_cast<int>(where.tile);
+    j0 = key_tile * kTileK;
+    num_rows = static_cast<int>(seq.k_rows);
+    q_row = seq.q_begin;
+    k_row = seq.k_begin + j0;
+    first_rows = row_tile(p, b, i64{kv_head} * p.group, kTileQ);
+    return j0 >= 0 && j0 < num_rows;
+  }
+  __forceinline__ HeadAt head_at(int head) const {
+    return {b, kv_head * p.group + head, kv_head, n};
+  }
+
+  // ---- which query tiles ----
+  int tile_begin, tile_end;  // see some key
+  int full_begin, full_end;  // rows that see every key of the tile
+  bool hides;                // some row does not see some key, in some tile
+
+  __forceinline__ void find_rows() {
+    TileRange range{0, 0, 0, 0};
+    const i64 j1 = j0 + kTileK < n.k ? j0 + kTileK : n.k;
+    if (j0 < j1) range = q_range(p.variant, n, j0, j1);
+    tile_begin = static_cast<int>(range.begin / kTileQ);
+    tile_end = range.end > range.begin ? static_cast<int>((range.end + kTileQ - 1) / kTileQ)
+                                       : tile_begin;
+    // Keys beyond the last one are hidden like those beyond the border.
+    const bool ragged = j0 + kTileK > n.k;
+    full_begin = static_cast<int>(ragged ? range.end : range.full_begin);
+    full_end = static_cast<int>(ragged ? range.end : range.full_end);
+    hides = kFeatures.hides() || p.variant.banded();
+  }
+
+  // A query tile of a head of the group.
+  struct Step {
+    int head, tile;
+  };
+  __forceinline__ u32 mask_class(Step step) const {
+    const MaskClassesView& m = p.mask_classes;
+    const int key = m.one_key ? 0 : key_tile;
+    const i64 where =
+        b * m.batch + (kv_head * p.group + step.head) * m.head + step.tile * m.query_tile;
+    return m.words[where + key / 16] >> 2 * (key % 16) & 3u;
+  }
+  __forceinline__ bool present(Step step) const { return step.head < p.group; }
+  // The step itself, or the first after it that has something to do. Turns must not be skipped.
+  __forceinline__ Step settle(Step step) const {
+    while (true) {
+      if (step.tile >= tile_end) step = {step.head + 1, tile_begin};
+      if (!present(step)) return step;
+      if (!kFeatures.mask || kSpec.ordered || mask_class(step) != 0) return step;
+      ++step.tile;
+    }
+  }
+  __forceinline__ i64 rows_number(Step step) const {
+    return first_rows + i64{step.head} * p.query_tiles + step.tile;
+  }
+
+  // ---- copies ----
+  __forceinline__ void copy_keys() {
+    const int count = static_cast<int>(n.k) - j0;
+    Copy<KTile>::load(ptx::shared_address(&shared.k),
+                      rows_of<kElement>(p, p.k, b, k_row, kv_head, count, kTileK, p.dim), thread);
+    Copy<VTile>::load(ptx::shared_address(&shared.v),
+                      rows_of<kElement>(p, p.v, b, k_row, kv_head, count, kTileK, p.dim_v), thread);
+  }
+  __forceinline__ void copy_rows(Step step, int stage) {
+    const int i0 = step.tile * kTileQ, head = kv_head * p.group + step.head;
+    const int count = static_cast<int>(n.q) - i0;
+    Stage& to = shared.stage[stage];
+    Copy<QTile>::load(ptx::shared_address(&to.q),
+                      rows_of<kElement>(p, p.q, b, q_row + i0, head, count, kTileQ, p.dim), thread);
+    Copy<DoutTile>::load(
+        ptx::shared_address(&to.dout),
+        rows_of<kElement>(p, args.dout, b, q_row + i0, head,
+                          args.dout.data == nullptr ? 0 : count, kTileQ, p.dim_v),
+        thread);
+    const float* from = args.rows + rows_number(step) * kSpec.row_numbers();
+    for (int chunk = thread; chunk < kSpec.row_numbers() / 4; chunk += kThreads) {
+      ptx::cp_async_16(ptx::shared_address(to.rows) + 16 * chunk, from + 4 * chunk, true);
+    }
+  }
+
+  // Takes what is not finite out of K, and remembers which keys those were.
+  bool key_poison;
+  __forceinline__ void find_poison() {
+    key_poison = false;
+    if (!hides) return;
+    for (int key = thread; key < kTileK; key += kThreads) shared.poison[key] = 0;
+    __syncthreads();
+    bool found = false;
+    tile::take_poison<KTile, kElement, kThreads>(ptx::shared_address(&shared.k), thread,
+                                                 [&](int key) {
+                                                   shared.poison[key] = 1;
+                                                   found = true;
+                                                 });
+    key_poison = __syncthreads_or(found);
+  }
+  // lse or delta of such a row is NaN, so that it makes no other difference.
+  __forceinline__ void take_rows_poison(int stage) {
+    Stage& of = shared.stage[stage];
+    tile::take_poison<QTile, kElement, kThreads>(ptx::shared_address(&of.q), thread, [](int) {});
+    tile::take_poison<DoutTile, kElement, kThreads>(ptx::shared_address(&of.dout), thread,
+                                                    [](int) {});
+    __syncthreads();
+  }
+
+  // ---- one query tile ----
+  int pair;        // which keys of the tile this warp owns
+  u32 k_at, v_at;  // where this lane reads them
+
+  // lse, delta or the use of dP of the two queries that a lane has in a block of columns.
+  __forceinline__ float2 row_numbers(int which, int stage, int column) const {
+    return ptx::ld_shared_f32x2(ptx::shared_address(shared.stage[stage].rows) +
+                                4 * (which * kTileQ + column + 2 * (lane % 4)));
+  }
+  template <class Body>
+  static __forceinline__ void for_each(Accumulators& x, Body&& body) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int idx = 0; idx < 4; ++idx) body(x[m][block][idx], m, block, idx);
+      }
+    }
+  }
+
+  // Products become weights, 0 where hidden. slope: of the cap.
+  __forceinline__ void weigh(Accumulators& s, Accumulators& slope, Step step, int stage, int column,
+                             bool border) {
+    const Positions positions{j0 + pair * kWarpKeys, i64{step.tile} * kTileQ + column, n};
+    const HeadAt at = head_at(step.head);
+    const Scores<kFeatures> scores(p, at);
+    if (key_poison) {
+      for_each(s, [&](float& x, int m, int, int idx) {
+        const int key = pair * kWarpKeys + 16 * m + 8 * (idx / 2) + lane / 4;
+        if (shared.poison[key] != 0) x = __int_as_float(0x7fffffff);
+      });
+    }
+    const float factor = W::factor(p);
+    if constexpr (W::kNatural) {
+      positions.for_each(p.readable, [&](int m, int block, int idx, i64 i, i64 j, float distance) {
+        const float2 lse = row_numbers(0, stage, column + 8 * block);
+        float& x = s[m][block][idx];
+        float of_cap;
+        x = W::of_score(scores, scores.load(i, j, distance), x, factor, idx % 2 ? lse.y : lse.x,
+                        of_cap);
+        if constexpr (kFeatures.softcap) slope[m][block][idx] = of_cap;
+      });
+    } else {
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const float2 lse = row_numbers(0, stage, column + 8 * block);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int idx = 0; idx < 4; ++idx) {
+            float& x = s[m][block][idx];
+            x = W::of_product(x, factor, idx % 2 ? lse.y : lse.x);
+          }
+        }
+      }
+    }
+    if constexpr (kFeatures.mask) {
+      if (mask_class(step) != 2) {
+        positions.for_each(p.readable, [&](int m, int block, int idx, i64 i, i64 j, float) {
+          if (scores.masked(i, j)) s[m][block][idx] = 0.0f;
+        });
+      }
+    }
+    if (border) {
+      positions.for_each_visible(p.variant, [&](int m, int block, int idx, bool visible) {
+        s[m][block][idx] = visible ? s[m][block][idx] : 0.0f;
+      });
+    }
+    if constexpr (kFeatures.dropout) {
+      // Dropped weights are negative from here on.
+      for_each_kept(positions, at, seed, args.keep_threshold, [&](int m, int block, int idx,
+                                                                  bool kept) {
+        if (!kept) s[m][block][idx] = -s[m][block][idx];
+      });
+    }
+    if constexpr (kFeatures.softcap) {
+      for_each(slope, [&](float& x, int m, int block, int idx) { x *= s[m][block][idx]; });
+    }
+  }
+
+  // Weights from the first warp of a pair to the second: each lane its own numbers, 16 bytes at a
+  // time, in float16 or float32.
+  static constexpr int kChunkBlocks = kElement == Element::kFloat32 ? 1 : 2;
+  __forceinline__ u32 exchange_at(int m, int block) const {
+    return ptx::shared_address(shared.exchange) +
+           16 * (((pair * kRowTiles + m) * kBlocks + block) / kChunkBlocks * 32 + lane);
+  }
+  __forceinline__ void hand_over(const Accumulators& x) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int block = 0; block < kBlocks; block += kChunkBlocks) {
+        uint4 words;
+        if constexpr (kElement == Element::kFloat32) {
+          words = make_uint4(__float_as_uint(x[m][block][0]), __float_as_uint(x[m][block][1]),
+                             __float_as_uint(x[m][block][2]), __float_as_uint(x[m][block][3]));
+        } else {
+          words = make_uint4(ptx::cvt_f16x2(x[m][block][0], x[m][block][1]),
+                             ptx::cvt_f16x2(x[m][block][2], x[m][block][3]),
+                             ptx::cvt_f16x2(x[m][block + 1][0], x[m][block + 1][1]),
+                             ptx::cvt_f16x2(x[m][block + 1][2], x[m][block + 1][3]));
+        }
+        ptx::st_shared_128(exchange_at(m, block), words);
+      }
+    }
+    ptx::bar_arrive(1 + pair, 64);
+  }
+  // body(m, block, weights of that block)
+  template <class Body>
+  __forceinline__ void for_each_handed(Body&& body) const {
+#pragma unroll
+    for (int block = 0; block < kBlocks; block += kChunkBlocks) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        const uint4 words = ptx::ld_shared_128(exchange_at(m, block));
+        const u32 word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int chunk = 0; chunk < kChunkBlocks; ++chunk) {
+          float x[4];
+#pragma unroll
+          for (int idx = 0; idx < 4; ++idx) {
+            if constexpr (kElement == Element::kFloat32) {
+              x[idx] = __uint_as_float(word[idx]);
+            } else {
+              x[idx] = tile::unpack_16<Element::kFloat16>(word[2 * chunk + idx / 2] >>
+                                                          16 * (idx % 2));
+            }
+          }
+          body(m, block + chunk, x);
+        }
+      }
+    }
+  }
+
+  // One block of dP becomes dS.
+  template <bool kSelect>
+  __forceinline__ void differentiate(float (&dp)[4], const float (&weights)[4], float2 delta) const {
+#pragma unroll
+    for (int idx = 0; idx < 4; ++idx) {
+      dp[idx] = W::template gradient<kSelect>(weights[idx], dp[idx], idx % 2 ? delta.y : delta.x,
+                                              args.keep_scale);
+    }
+  }
+  // kPaired: the weights come from the other warp; else they are `own`.
+  template <bool kSelect, bool kPaired>
+  __forceinline__ void differentiate_all(Accumulators& dp, const Accumulators& own, int stage,
+                                         int column) const {
+    if constexpr (kPaired) {
+      for_each_handed([&](int m, int block, const float (&weights)[4]) {
+        const float2 delta = row_numbers(1, stage, column + 8 * block);
+        differentiate<kSelect>(dp[m][block], weights, delta);
+      });
+    } else {
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const float2 delta = row_numbers(1, stage, column + 8 * block);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          differentiate<kSelect>(dp[m][block], own[m][block], delta);
+        }
+      }
+    }
+  }
+  __forceinline__ void store_ds(const Accumulators& ds, int stage, int column) {
+    const u32 base = ptx::shared_address(&shared.ds[stage]);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = pair * kWarpKeys + 16 * m + 8 * half + lane / 4;
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          DsTile::store(base, key, column + 8 * block + 2 * (lane % 4), ds[m][block][2 * half],
+                        ds[m][block][2 * half + 1]);
+        }
+      }
+    }
+  }
+
+  // kValues: this warp computes P and dV; kKeys: dP, dS and dK.
+  template <bool kValues, bool kKeys, class Dv, class Dk>
+  __forceinline__ void attend(Step step, int stage, Dv& dv, Dk& dk) {
+    const Stage& at = shared.stage[stage];
+    const u32 flags = ptx::ld_shared_32(ptx::shared_address(at.rows) + 4 * 3 * kTileQ);
+    const int i0 = step.tile * kTileQ;
+    const bool border = i0 < full_begin || i0 + kTileQ > full_end;
+    const bool select = border || kFeatures.hides();
+    const u32 q_base = ptx::shared_address(&at.q), dout_base = ptx::shared_address(&at.dout);
+    if ((flags & kRowsNotFinite) != 0 && hides && select) take_rows_poison(stage);
+#pragma unroll 1
+    for (int sub = 0; sub < kSteps; ++sub) {
+      const int column = sub * kSpec.step_q;
+      const u32 q_at = q_base + QTile::offset(column, 0);
+      const u32 dout_at = dout_base + DoutTile::offset(column, 0);
+      Accumulators s, dp;
+      Accumulators slope;  // times the weight, when there is a cap
+      if constexpr (kValues) {
+        tile::clear(s);
+        tile::multiply_rows<Op, KTile, QTile>(s, k_at, tile::b_address<QTile>(q_at));
+        weigh(s, slope, step, stage, column, border);
+        if constexpr (!kKeys) hand_over(kFeatures.softcap ? slope : s);
+      }
+      if constexpr (kKeys) {
+        tile::clear(dp);
+        tile::multiply_rows<Op, VTile, DoutTile>(dp, v_at, tile::b_address<DoutTile>(dout_at));
+        if (flags & kRowsOneKey) {
+          for_each(dp, [&](float& x, int, int block, int idx) {
+            const float2 use = row_numbers(2, stage, column + 8 * block);
+            if ((idx % 2 ? use.y : use.x) == 0.0f) x = 0.0f;
+          });
+        }
+        if constexpr (!kValues) ptx::bar_sync(1 + pair, 64);
+        if (select) {
+          differentiate_all<true, !kValues>(dp, kFeatures.softcap ? slope : s, stage, column);
+        } else {
+          differentiate_all<false, !kValues>(dp, kFeatures.softcap ? slope : s, stage, column);
+        }
+        if constexpr (kSpec.dq) store_ds(dp, stage, column);
+      }
+      if constexpr (kValues) {
+        tile::multiply_weights<Op, DoutTile>(
+            dv, s, tile::b_trans_address<Op, DoutTile>(dout_at), [&](int block) {
+              if constexpr (kFeatures.dropout) {
+#pragma unroll
+                for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+                  for (int idx = 0; idx < 4; ++idx) {
+                    if (s[m][block][idx] < 0.0f) s[m][block][idx] = 0.0f;
+                  }
+                }
+              }
+            });
+      }
+      if constexpr (kKeys) {
+        tile::multiply_weights<Op, QTile>(dk, dp, tile::b_trans_address<Op, QTile>(q_at),
+                                          [](int) {});
+      }
+    }
+  }
+
+  // ---- dQ ----
+  // Adds dS K of a tile to its sums, which lie as the accumulators do: warp by warp, block by block,
+  // in a block four neighbours a lane, or where there is no vector addition 32 neighbours a number.
+  __forceinline__ void add_dq(Step step, int stage) {
+    if (kSpec.dq && warp < kSpec.warps_q() * kSpec.warps_d()) {
+      float dq[kDqRowTiles][kDqBlocks][4];
+      tile::clear(dq);
+      const int along_q = warp % kSpec.warps_q(), along_d = warp / kSpec.warps_q();
+      tile::multiply_transposed<DsTile, KTile, kTileK>(
+          dq, DsTile::address(ptx::shared_address(&shared.ds[stage]), along_q * kSpec.dq_rows()),
+          tile::b_trans_address<Op, KTile>(ptx::shared_address(&shared.k)) +
+              along_d * kSpec.dq_columns() * Op::kBytes);
+      const i64 number = rows_number(step);
+      if constexpr (kSpec.ordered) await_turn(step, args.turns + number);
+      float* to = args.dq + number * kSpec.dq_numbers() +
+                  warp * (kSpec.dq_rows() * kSpec.dq_columns());
+#pragma unroll
+      for (int m = 0; m < kDqRowTiles; ++m) {
+#pragma unroll
+        for (int block = 0; block < kDqBlocks; ++block) {
+          float* at = to + (m * kDqBlocks + block) * 128;
+          if constexpr (kSpec.arch >= 900) {
+            ptx::red_add_f32x4(at + 4 * lane, dq[m][block]);
+          } else {
+#pragma unroll
+            for (int idx = 0; idx < 4; ++idx) {
+              ptx::red_add_f32(at + 32 * idx + lane, dq[m][block][idx]);
+            }
+          }
+        }
+      }
+      if constexpr (kSpec.ordered) __threadfence();
+    }
+  }
+  // Key tiles add in ascending order: this one after those before it that see some of the rows.
+  __forceinline__ void await_turn(Step step, const u32* turn) const {
+    const i64 i0 = i64{step.tile} * kTileQ, i1 = i0 + kTileQ < n.q ? i0 + kTileQ : n.q;
+    const u32 mine =
+        static_cast<u32>(key_tile - kv_range(p.variant, n, i0, i1).begin / kTileK);
+    if (lane == 0) {
+      while (ptx::ld_acquire(turn) != mine) {
+      }
+    }
+    __syncwarp();
+  }
+  // After a barrier behind the adding.
+  __forceinline__ void pass_turn(Step step) const {
+    if (kSpec.ordered && kSpec.dq && thread == 0) {
+      ptx::red_release_add(args.turns + rows_number(step), 1u);
+    }
+  }
+
+  // ---- loop ----
+  template <bool kValues, bool kKeys, class Dv, class Dk>
+  __forceinline__ void loop(Dv& dv, Dk& dk) {
+    Step step = settle({0, tile_begin});
+    if (!present(step)) return;
+    Step last{-1, 0}, added{-1, 0};
+    int stage = 0;
+#pragma unroll 1
+    while (present(step)) {
+      const Step next = settle({step.head, step.tile + 1});
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      if (kSpec.stages == 2 && present(next)) copy_rows(next, stage ^ 1);
+      if (kSpec.stages == 1 && last.head >= 0) copy_rows(step, 0);
+      ptx::cp_async_commit();
+      if (added.head >= 0) pass_turn(added);
+      if (last.head >= 0) {
+        add_dq(last, kSpec.stages == 2 ? stage ^ 1 : 0);
+        added = last;
+      }
+      if constexpr (kSpec.stages == 1) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+      }
+      attend<kValues, kKeys>(step, stage, dv, dk);
+      last = step;
+      step = next;
+      if constexpr (kSpec.stages == 2) stage ^= 1;
+    }
+    __syncthreads();
+    if (added.head >= 0) pass_turn(added);
+    add_dq(last, kSpec.stages == 2 ? stage ^ 1 : 0);
+    __syncthreads();
+    pass_turn(last);
+  }
+
+  // ---- finish ----
+  // Gradients of a warp's keys leave through the tile of the keys themselves.
+  template <class Tile, class Gradient>
+  __forceinline__ u32 stage_gradient(u32 tile, const Gradient& x, float factor) const {
+    constexpr int kColumns = sizeof(x[0]) / sizeof(x[0][0]);
+    const u32 base = tile + Tile::offset(pair * kWarpKeys, 0);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int block = 0; block < kColumns; ++block) {
+          const u32 to = base + Tile::offset(16 * m + 8 * half + lane / 4,
+                                             (8 * block + 2 * (lane % 4)) * Op::kBytes);
+          const float low = x[m][block][2 * half] * factor;
+          const float high = x[m][block][2 * half + 1] * factor;
+          if constexpr (kElement == Element::kFloat32) {
+            ptx::st_shared_64(to, __float_as_uint(low), __float_as_uint(high));
+          } else {
+            ptx::st_shared_32(to, tile::pack_16<kElement>(low, high));
+          }
+        }
+      }
+    }
+    __syncwarp();
+    return base;
+  }
+  template <class Tile>
+  __forceinline__ void store_gradient(u32 from, const RowsView& view, int num_columns) const {
+    using WarpTile = tile::SharedTile<kWarpKeys, Tile::kRowBytes>;
+    const int first = pair * kWarpKeys;
+    if (view.data == nullptr || j0 + first >= num_rows) return;
+    tile::RowCopy<WarpTile, kElement, 32, kSpec.aligned, kSpec.whole>::store(
+        from,
+        rows_of<kElement>(p, view, b, k_row + first, kv_head, num_rows - j0 - first, kWarpKeys,
+                          num_columns),
+        lane);
+  }
+
+  // dO's numbers that are not finite, for the keys of this warp that their rows see. What a weight
+  // multiplies them by is positive and does not count.
+  __forceinline__ void spread_poison(u32 base) const {
+    if (!hides || args.dout.data == nullptr) return;
+    const i64 last = i64{tile_end} * kTileQ;
+    const int end = static_cast<int>(last < n.q ? last : n.q);
+#pragma unroll 1
+    for (int head = 0; head < p.group; ++head) {
+      const Scores<kFeatures> scores(p, head_at(head));
+#pragma unroll 1
+      for (int i = tile_begin * kTileQ; i < end; ++i) {
+        const float* rows =
+            args.rows + rows_number({head, i / kTileQ}) * kSpec.row_numbers() + kTileQ;
+        if (tile::finite(rows[i % kTileQ])) continue;
+        const tile::GlobalRows dout = rows_of<kElement>(p, args.dout, b, q_row + i,
+                                                        scores.at.h, 1, 1, p.dim_v);
+        const KeyInterval keys = key_interval(p.variant, n, i);
+        tile::for_poison<kElement>(dout.data, dout.dim, p.dim_v, [&](int word, float low,
+                                                                     float high) {
+#pragma unroll 1
+          for (int row = 0; row < kWarpKeys; ++row) {
+            const i64 key = j0 + pair * kWarpKeys + row;
+            if (key < keys.begin || key >= keys.end) continue;
+            if (kFeatures.hides() && scores.hidden(i, key)) continue;
+            const u32 where = base + VTile::offset(row, 4 * word);
+            ptx::st_shared_32(where,
+                              tile::add_poison<kElement>(ptx::ld_shared_32(where), low, high));
+          }
+        });
+      }
+    }
+    __syncwarp();
+  }
+
+  template <bool kValues, bool kKeys>
+  __forceinline__ void work() {
+    float dv[kValues ? kRowTiles : 1][kValues ? kSpec.dim_v / 8 : 1][4];
+    float dk[kKeys ? kRowTiles : 1][kKeys ? kSpec.dim / 8 : 1][4];
+    tile::clear(dv);
+    tile::clear(dk);
+    loop<kValues, kKeys>(dv, dk);
+    if constexpr (kValues) {
+      const u32 staged = stage_gradient<VTile>(ptx::shared_address(&shared.v), dv,
+                                               args.keep_scale * W::kLeast);
+      spread_poison(staged);
+      store_gradient<VTile>(staged, args.dv, p.dim_v);
+    }
+    if constexpr (kKeys) {
+      const u32 staged = stage_gradient<KTile>(ptx::shared_address(&shared.k), dk, args.scale);
+      store_gradient<KTile>(staged, args.dk, p.dim);
+    }
+  }
+
+  __forceinline__ void run() {
+    if (!locate()) return;
+    if constexpr (kFeatures.dropout) seed = p.seed != nullptr ? *p.seed : p.variant.seed;
+    find_rows();
+    const Step first = settle({0, tile_begin});
+    if (present(first)) {
+      copy_keys();
+      copy_rows(first, 0);
+      ptx::cp_async_commit();
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      find_poison();
+    }
+    pair = warp % kSpec.key_warps();
+    k_at = tile::a_address<KTile>(ptx::shared_address(&shared.k), pair * kWarpKeys);
+    v_at = tile::a_address<VTile>(ptx::shared_address(&shared.v), pair * kWarpKeys);
+    if constexpr (!kSpec.paired) {
+      work<true, true>();
+    } else if (warp < kSpec.key_warps()) {
+      work<true, false>();
+    } else {
+      work<false, true>();
+    }
+  }
+};
+
+}  // namespace onefold::kernels
