@@ -3,12 +3,10 @@
 
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -61,17 +59,6 @@ TEST(ContextOfACall, a_program_s_own_executor_does_all_the_work) {
     EXPECT_EQ(executor.counts[0], plan(context, others.a, Direction::kBackward).work_items);
     expect_same_bits(others, own);
   }
-}
-
-TEST(ContextOfACall, an_executor_that_fails_fails_the_call_with_its_own_error) {
-  struct Failing : Counting {
-    void parallel_for(std::int64_t, Body, void*) override { throw std::length_error("no more"); }
-  };
-  Failing executor;
-  Context context;
-  context.executor = &executor;
-  Call c = some_call();
-  EXPECT_THROW(forward(context, c.a, c.out, c.lse), std::length_error);
 }
 
 TEST(ContextOfACall, an_executor_without_workers_is_refused) {
@@ -191,8 +178,6 @@ TEST(ContextOfACall, an_allocator_that_gives_nothing_or_askew_memory_is_named) {
   EXPECT_NE(message().find("Context::allocate gave nothing"), std::string::npos) << message();
   context.allocate = [](std::size_t) { return std::shared_ptr<void>(memory + 1, [](void*) {}); };
   EXPECT_NE(message().find("not 64-byte aligned"), std::string::npos) << message();
-  context.allocate = [](std::size_t) -> std::shared_ptr<void> { throw std::bad_alloc(); };
-  EXPECT_THROW(forward(context, c.a, c.out, c.lse), std::bad_alloc);
 }
 
 // Memory may grow with the lengths, and never with their product.
