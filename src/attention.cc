@@ -98,20 +98,26 @@ std::string cuda_info() {
   return text;
 }
 
+// Gradients that count as laid out like inputs.
+BackwardTensors like_inputs(const Problem& p, const Gradients& wanted) {
+  BackwardTensors t;
+  if (wanted.dq) t.dq = p.q;
+  if (wanted.dk) t.dk = p.k;
+  if (wanted.dv) t.dv = p.v;
+  if (wanted.dbias) t.dbias = p.bias;
+  if (wanted.dslopes) t.dslopes = p.slopes;
+  if (wanted.dsinks) t.dsinks = p.sinks;
+  return t;
+}
+
 // The plan of a question on CUDA, as if out were packed like q.
-Plan cuda_plan(const Context& context, const Problem& problem, Direction direction) {
+Plan cuda_plan(const Context& context, const Problem& problem, const Gradients* wanted) {
   const CudaFacts facts = cuda_facts(context);
   Plan result;
   result.backend = "cuda";
-  if (direction == Direction::kBackward) {
-    BackwardTensors all;
-    all.dq = problem.q;
-    all.dk = problem.k;
-    all.dv = problem.v;
-    all.dbias = problem.bias;
-    all.dslopes = problem.slopes;
-    all.dsinks = problem.sinks;
-    const kernels::BackwardPlan plan = plan_cuda_backward(problem, all, false, facts);
+  if (wanted != nullptr) {
+    const kernels::BackwardPlan plan =
+        plan_cuda_backward(problem, like_inputs(problem, *wanted), wanted->deterministic, facts);
     result.kernel = "portable_backward " + cuda::text(plan.spec);
     result.work_items = plan.blocks;
     result.workspace_bytes = static_cast<std::size_t>(plan.workspace_bytes);
@@ -137,13 +143,7 @@ std::vector<jit::Program> cuda_programs(const Problem& problem, const Gradients*
     cuda::run_forward(problem, plan_cuda_forward(problem, {}, facts), {}, to, &nowhere);
     return programs;
   }
-  BackwardTensors tensors;
-  if (wanted->dq) tensors.dq = problem.q;
-  if (wanted->dk) tensors.dk = problem.k;
-  if (wanted->dv) tensors.dv = problem.v;
-  if (wanted->dbias) tensors.dbias = problem.bias;
-  if (wanted->dslopes) tensors.dslopes = problem.slopes;
-  if (wanted->dsinks) tensors.dsinks = problem.sinks;
+  const BackwardTensors tensors = like_inputs(problem, *wanted);
   const kernels::BackwardPlan plan =
       plan_cuda_backward(problem, tensors, wanted->deterministic, facts);
   cuda::run_backward(problem, plan, tensors, to, &nowhere);
@@ -189,6 +189,24 @@ BackwardWants wanted(const Problem& p, const BackwardTensors& t) {
   return w;
 }
 
+Plan plan_of(const Context& context, const Attention& attention, const Gradients* gradients) {
+  const Problem problem = make_problem(attention, context.device);
+  if (on_cuda(context)) return cuda_plan(context, problem, gradients);
+  const CallExecutor call(context);
+  const CpuFacts facts = cpu::facts(call.executor->concurrency());
+  const CpuWork work =
+      gradients == nullptr
+          ? plan_forward(problem, facts)
+          : plan_backward(problem, wanted(problem, like_inputs(problem, *gradients)), facts);
+  Plan result;
+  result.backend = "cpu";
+  result.kernel = describe_kernel(problem, work, facts);
+  result.work_items = static_cast<std::int64_t>(work.items.size());
+  result.workspace_bytes = work.workspace_bytes;
+  result.why = describe_reasons(problem, work, facts);
+  return result;
+}
+
 // What leaves a public function is an Error, or whatever the caller's own executor or allocator
 // threw that is none of these.
 [[noreturn]] void rethrow_as_error() {
@@ -206,30 +224,15 @@ BackwardWants wanted(const Problem& p, const BackwardTensors& t) {
 }  // namespace
 
 Plan plan(const Context& context, const Attention& attention, Direction direction) try {
-  const Problem problem = make_problem(attention, context.device);
-  if (on_cuda(context)) return cuda_plan(context, problem, direction);
-  const CallExecutor call(context);
-  const CpuFacts facts = cpu::facts(call.executor->concurrency());
-  BackwardWants all;
-  all.dq = all.dkv = true;
-  all.dslopes = bool(problem.slopes);
-  all.dsinks = bool(problem.sinks);
-  if (problem.bias) {
-    BackwardTensors as_bias;
-    as_bias.dbias = problem.bias;
-    const BackwardWants bias = wanted(problem, as_bias);
-    all.dbias = bias.dbias;
-    all.dbias_broadcast = bias.dbias_broadcast;
-  }
-  const CpuWork work = direction == Direction::kForward ? plan_forward(problem, facts)
-                                                        : plan_backward(problem, all, facts);
-  Plan result;
-  result.backend = "cpu";
-  result.kernel = describe_kernel(problem, work, facts);
-  result.work_items = static_cast<std::int64_t>(work.items.size());
-  result.workspace_bytes = work.workspace_bytes;
-  result.why = describe_reasons(problem, work, facts);
-  return result;
+  const Gradients all{
+      attention.q,    attention.k, attention.v, attention.bias, attention.alibi_slopes,
+      attention.sinks};
+  return plan_of(context, attention, direction == Direction::kBackward ? &all : nullptr);
+} catch (...) {
+  rethrow_as_error();
+}
+Plan plan(const Context& context, const Attention& attention, const Gradients& gradients) try {
+  return plan_of(context, attention, &gradients);
 } catch (...) {
   rethrow_as_error();
 }

@@ -100,13 +100,14 @@ struct Plan {
   std::string backend;              // "cpu" or "cuda"
   std::string kernel;               // one line: instruction set, tiles
   std::int64_t work_items = 0;      // units handed to the executor
-  std::size_t workspace_bytes = 0;  // Context::allocate is asked for this, or in backward for less:
-                                    // a plan counts every gradient, a call those that are wanted
+  std::size_t workspace_bytes = 0;  // what Context::allocate will be asked for
   std::string why;                  // lines: each choice and each faster path not taken
 };
 
-// Validates `attention` and tells how it would run.
+// Validates `attention` and tells how it would run: backward for these gradients, by default for
+// all there are, or forward.
 Plan plan(const Context& context, const Attention& attention, Direction direction);
+Plan plan(const Context& context, const Attention& attention, const Gradients& gradients);
 
 // Makes ready what forward needs besides memory, or backward for these gradients, so that the call
 // can be captured into a CUDA graph: kernels are compiled and loaded on the device. No tensor is

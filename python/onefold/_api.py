@@ -14,7 +14,6 @@ from ._options import (
     Options,
     Window,
     arguments,
-    check_flag,
     check_flags,
     from_options,
     integer,
@@ -195,23 +194,34 @@ class Explanation:
 
 
 def explain(
-    q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Unpack[Options]
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    **options: Unpack[Options],
 ) -> Explanation:
     """Prints how `attention` with the same arguments would run and, for each faster path, why not.
 
     Args:
         q, k, v: as in `attention`.
         return_lse: as in `attention`; the plan is the same either way.
+        deterministic: as in `attention`.
         options: the keywords of `attention` except `out`.
 
     Returns:
-        The plans of both directions.
+        The plans of both directions, backward for the gradients of all inputs.
     """
-    check_flag("return_lse", return_lse)
-    question = front_end(q).prepare(from_options("explain", q, k, v, options))
+    check_flags(deterministic, return_lse)
+    module = front_end(q)
+    question = module.prepare(from_options("explain", q, k, v, options))
+    given = [question[i] is not None for i in DIFFERENTIABLE]
+    if deterministic is None:
+        deterministic = module.wants_determinism()
     explanation = Explanation(
-        Plan("forward", *_core.plan(*question, False)),
-        Plan("backward", *_core.plan(*question, True)),
+        Plan("forward", *_core.plan(*question, None, False)),
+        Plan("backward", *_core.plan(*question, given, deterministic)),
     )
     print(explanation)
     return explanation

@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+# What rounding once costs, relative to the result.
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 # Half the smallest subnormal: what rounding a tiny result costs.
 TINY = {"float64": 2.0**-1075, "float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
 
 
 def gamma(n: int, u: float) -> float:
+    """What n roundings in a row can do."""
     return n * u / (1 - n * u) if n < 32 else 6 * math.sqrt(n) * u
 
 

@@ -205,23 +205,6 @@ void call_backward(const nb::args& args) {
   backward(context, attention, out, lse, dout, dlse, gradients);
 }
 
-nb::tuple call_plan(const nb::args& args) {
-  check_count(args, 1, "plan");
-  const Attention attention = read_attention(args, 0);
-  Context context;
-  context.device = attention.q.device;
-  const bool is_backward = nb::cast<bool>(args[kNumArguments]);
-  const Plan p = plan(context, attention, is_backward ? Direction::kBackward : Direction::kForward);
-  return nb::make_tuple(nb::str(p.backend.c_str()), nb::str(p.kernel.c_str()), p.work_items,
-                        p.workspace_bytes, nb::str(p.why.c_str()));
-}
-
-nb::list to_python(const std::vector<std::string>& lines) {
-  nb::list list;
-  for (const std::string& line : lines) list.append(nb::str(line.c_str()));
-  return list;
-}
-
 // Gradients of the inputs in their own places, for calls that write none; absent for None.
 std::optional<Gradients> wanted(const Attention& a, nb::handle needs, nb::handle deterministic) {
   if (needs.is_none()) return std::nullopt;
@@ -235,6 +218,24 @@ std::optional<Gradients> wanted(const Attention& a, nb::handle needs, nb::handle
                    like(4, a.alibi_slopes),
                    like(5, a.sinks),
                    nb::cast<bool>(deterministic)};
+}
+
+nb::tuple call_plan(const nb::args& args) {
+  check_count(args, 2, "plan");
+  const Attention attention = read_attention(args, 0);
+  const auto gradients = wanted(attention, args[kNumArguments], args[kNumArguments + 1]);
+  Context context;
+  context.device = attention.q.device;
+  const Plan p = gradients ? plan(context, attention, *gradients)
+                           : plan(context, attention, Direction::kForward);
+  return nb::make_tuple(nb::str(p.backend.c_str()), nb::str(p.kernel.c_str()), p.work_items,
+                        p.workspace_bytes, nb::str(p.why.c_str()));
+}
+
+nb::list to_python(const std::vector<std::string>& lines) {
+  nb::list list;
+  for (const std::string& line : lines) list.append(nb::str(line.c_str()));
+  return list;
 }
 
 nb::list call_warm_up(const nb::args& args) {

@@ -27,8 +27,8 @@ def backward(*dout_dlse_question_out_lse_gradients_deterministic_stream_allocate
     """dout, dlse, question, out, lse, dq, dk, dv, dbias, dslopes, dsinks (None if not wanted),
     deterministic, stream, allocate."""
 
-def plan(*question_is_backward: Any) -> tuple[str, str, int, int, str]:
-    """question, is_backward -> backend, kernel, work items, workspace bytes, why."""
+def plan(*question_needs_deterministic: Any) -> tuple[str, str, int, int, str]:
+    """Like `warm_up`; tells backend, kernel, work items, workspace bytes, why."""
 
 def warm_up(*question_needs_deterministic: Any) -> list[str]:
     """Compiles and loads what the question needs on q's device: forward when `needs` is None, else

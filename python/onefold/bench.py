@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -263,18 +262,20 @@ def record_of(
 # ---- reporting ----
 
 
+def commit() -> str:
+    """The one this package was built from, with "+" for changes on top, or "unknown"."""
+    built = Path(__file__).with_name("commit.txt")
+    return built.read_text().strip() if built.exists() else "unknown"
+
+
 def facts() -> dict[str, Any]:
     """What makes the lines reproducible."""
     import torch
 
-    here = Path(__file__).resolve().parent
-    git = subprocess.run(
-        ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
     return {
         "kind": "facts",
         "onefold": __version__,
-        "commit": git.stdout.strip() if git.returncode == 0 else None,
+        "commit": commit(),
         "info": _core.info().splitlines(),
         "torch": torch.__version__,
         "inputs": "standard normal, torch seed 0, (batch, seqlen, heads, head_dim)",

@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -60,18 +59,6 @@ TEST(ContextOfACall, a_program_s_own_executor_does_all_the_work) {
     EXPECT_EQ(executor.counts[0], plan(context, others.a, Direction::kBackward).work_items);
     expect_same_bits(others, own);
   }
-}
-
-TEST(ContextOfACall, an_executor_that_fails_fails_the_call_with_its_own_error) {
-  struct Stopped {};
-  struct Failing : Counting {
-    void parallel_for(std::int64_t, Body, void*) override { throw Stopped(); }
-  };
-  Failing executor;
-  Context context;
-  context.executor = &executor;
-  Call c = some_call();
-  EXPECT_THROW(forward(context, c.a, c.out, c.lse), Stopped);
 }
 
 TEST(ContextOfACall, an_executor_without_workers_is_refused) {

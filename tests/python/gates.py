@@ -26,6 +26,7 @@ from torch import Tensor
 
 import onefold
 from onefold import _bounds, reference
+from onefold._bounds import gamma
 
 FLOATS = {
     "float32": torch.float32,
@@ -33,19 +34,8 @@ FLOATS = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-# Unit roundoff, and half the smallest subnormal: what storing a tiny number costs.
-UNIT = {
-    torch.float64: 2.0**-53,
-    torch.float32: 2.0**-24,
-    torch.float16: 2.0**-11,
-    torch.bfloat16: 2.0**-8,
-}
-TINY = {
-    torch.float64: 2.0**-1075,
-    torch.float32: 2.0**-150,
-    torch.float16: 2.0**-25,
-    torch.bfloat16: 2.0**-134,
-}
+UNIT = {dtype: _bounds.UNIT[name] for name, dtype in FLOATS.items()}
+TINY = {dtype: _bounds.TINY[name] for name, dtype in FLOATS.items()}
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
 
 
@@ -338,11 +328,6 @@ def assert_same_bits(a: Any, b: Any, what: str = "") -> None:
 
 
 # ---- T1 ----
-
-
-def gamma(n: int, u: float) -> float:
-    """What n roundings in a row can do: surely below 32 of them, else in practice (6 sqrt(n) u)."""
-    return n * u / (1 - n * u) if n < 32 else 6 * math.sqrt(n) * u
 
 
 @dataclass(frozen=True)

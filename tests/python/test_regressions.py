@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -373,3 +379,26 @@ def test_what_attention_is_asked_the_oracle_explain_and_warmup_can_be_asked(caps
             function(q, k, v, deterministic="x")
         with pytest.raises(TypeError, match="return_lse is a int: True or False is needed"):
             function(q, k, v, return_lse=1)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git makes the other repository")
+def test_a_benchmark_records_the_commit_that_was_built_and_no_other(tmp_path) -> None:
+    """Not that of a repository which happens to hold the environment."""
+    from onefold import bench
+
+    text = bench.commit()
+    assert re.fullmatch(r"[0-9a-f]{40,}\+?|unknown", text)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    who = ["-c", "user.name=n", "-c", "user.email=e"]
+    commit = ["git", "-C", tmp_path, *who, "commit", "-q", "--allow-empty", "-m", "other"]
+    subprocess.run(commit, check=True)
+    package = Path(onefold.__file__).parent
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package, tmp_path / "onefold", ignore=ignore)
+    code = "from onefold import bench; print(bench.facts()['commit'])"
+    enclosed = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert enclosed.stdout.strip() == text
