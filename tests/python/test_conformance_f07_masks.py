@@ -11,8 +11,8 @@ import torch
 
 import onefold
 from gates import (
-    Case,
     FLOATS,
+    Case,
     assert_same_bits,
     hold_bounds,
     make_case,
