@@ -61,14 +61,14 @@ const Kernel& kernel_of(const Spec& spec, int device, void* stream) {
 
 // One launch of the kernel of `spec`.
 template <class Spec, class Arguments>
-void run(const Spec& spec, const Problem& problem, std::int64_t blocks, int threads,
-         int shared_bytes, void* stream, const Arguments& arguments) {
+void run(const Spec& spec, const Device& device, std::int64_t blocks, int threads, int shared_bytes,
+         void* stream, const Arguments& arguments) {
   if (blocks == 0) return;
   LaunchShape shape;
   shape.grid.x = static_cast<unsigned>(blocks);
   shape.block.x = static_cast<unsigned>(threads);
   shape.shared_bytes = static_cast<std::size_t>(shared_bytes);
-  launch(kernel_of(spec, problem.device.index, stream), shape, stream, arguments);
+  launch(kernel_of(spec, device.index, stream), shape, stream, arguments);
 }
 
 }  // namespace onefold::cuda

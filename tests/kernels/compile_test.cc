@@ -111,6 +111,9 @@ struct Work {
       if (b->slopes || b->sinks) add(b->rows_spec);
       if (b->slopes || b->sinks) add(kernels::HeadSumsSpec{b->spec.arch});
     }
+    for (const Element e : {Element::kFloat32, Element::kBFloat16, Element::kFloat64}) {
+      add(kernels::MergeStatesSpec{plan.forward.spec.arch, e, e});
+    }
     if (plan.forward.mask.blocks > 0) add(kernels::MaskClassesSpec{plan.forward.spec.arch});
   }
 };
