@@ -365,6 +365,12 @@ BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t,
   return plan;
 }
 
+kernels::MergeStatesSpec plan_cuda_merge(const Tensor& outs, const Tensor& lses, const Tensor& out,
+                                         const Tensor& lse, const CudaFacts& facts) {
+  return {facts.arch, element_of(outs.dtype), element_of(out.dtype), element_of(lses.dtype),
+          element_of(lse.dtype)};
+}
+
 namespace {
 
 // Reasons that forward and backward share.
