@@ -347,7 +347,8 @@ NB_MODULE(_core, m) {
   m.def("plan", &call_plan);
   m.def("warm_up", &call_warm_up);
   m.def("prebuild", &call_prebuild);
-  m.def("merge_states", &call_merge_states);
+  m.def("merge_states", &call_merge_states, nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+        nb::arg().none());
   m.def("set_num_threads", [](int count) { onefold::set_num_threads(count); });
   m.def("num_threads", [] { return onefold::num_threads(); });
   m.def("info", [] { return nb::str(onefold::info().c_str()); });
