@@ -86,6 +86,18 @@ CudaFacts cuda_facts(const Context& context) {
   return {f.arch, f.num_sms, f.shared_bytes, f.shared_bytes_per_sm};
 }
 
+// A line per device, or why there is none.
+std::string cuda_info() {
+  std::string why_not, text;
+  if (cuda::find_driver(&why_not) == nullptr) return concat("no CUDA: ", why_not, "\n");
+  for (int device = 0; device < cuda::device_count(); ++device) {
+    const cuda::DeviceFacts& f = cuda::device_facts(device);
+    text += concat("backend cuda, device ", device, ": ", f.name, ", compute capability ",
+                   f.arch / 100, ".", f.arch / 10 % 10, ", ", f.num_sms, " multiprocessors\n");
+  }
+  return text;
+}
+
 // Gradients that count as laid out like inputs.
 BackwardTensors like_inputs(const Problem& p, const Gradients& wanted) {
   BackwardTensors t;
@@ -317,7 +329,7 @@ std::string info() try {
   return concat("onefold ", ONEFOLD_VERSION, "\n", "backend cpu, instruction set ", facts.isa, ", ",
                 facts.threads, facts.threads == 1 ? " thread" : " threads", " of ",
                 cpu::available_processors(), " available, L2 cache ", facts.l2_bytes / 1024,
-                " KiB\n");
+                " KiB\n", cuda_info());
 } catch (...) {
   rethrow_as_error();
 }

@@ -10,22 +10,35 @@ practice (N. Higham, T. Mary, "A new approach to probabilistic rounding error an
 from __future__ import annotations
 
 import math
+from typing import Any
 
+# What rounding once costs, relative to the result.
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 # Half the smallest subnormal: what rounding a tiny result costs.
 TINY = {"float64": 2.0**-1075, "float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
 
 
 def gamma(n: int, u: float) -> float:
+    """What n roundings in a row can do."""
     return n * u / (1 - n * u) if n < 32 else 6 * math.sqrt(n) * u
 
 
 def sizes(
-    dtype: str, head_dim: int, num_keys: int, num_rows: int, device: str = "cpu"
+    dtype: str,
+    head_dim: int,
+    num_keys: int,
+    num_rows: int,
+    device: str = "cpu",
+    backward: bool = False,
 ) -> dict[str, float]:
-    """Source -> size, for inputs of `dtype`; num_rows counts the rows that share a key."""
+    """Source -> size, for inputs of `dtype`; num_rows counts the rows that share a key. On the CPU
+    both directions have the same."""
     if device == "cuda":
-        return _tensor_core_sizes(dtype, head_dim, num_keys, num_rows)
+        found = _tensor_core_sizes(dtype, head_dim, num_keys, num_rows)
+        if backward and dtype != "float32":  # weights are handed over in float16
+            found["weight"] += UNIT["float16"]
+            found["underflow"] = TINY["float16"]
+        return found
     u = UNIT["float64" if dtype == "float64" else "float32"]
     return {
         "score": gamma(head_dim + 2, u),
@@ -40,6 +53,17 @@ def sizes(
         "product": gamma(head_dim + 2, u),
         "accumulate": gamma(max(num_keys, num_rows), u) + 4 * u,
     }
+
+
+def of_small_ds(name: str, q: Any, k: Any, scale: float | None) -> float:
+    """What float16 on a GPU adds to the bound of the gradient `name`: dS is stored in it, and small
+    numbers have an absolute error there. torch tensors."""
+    if str(q.dtype) != "torch.float16" or name not in ("q", "k") or 0 in (*q.shape, *k.shape):
+        return 0.0
+    other = k if name == "q" else q
+    sums = other.detach().double().abs().nan_to_num(0.0, 0.0, 0.0).flatten(0, -3).sum(0)
+    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
+    return TINY["float16"] * scale * sums.max().item() * (q.shape[-2] // k.shape[-2])
 
 
 def _tensor_core_sizes(dtype: str, head_dim: int, num_keys: int, num_rows: int) -> dict[str, float]:

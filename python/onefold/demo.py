@@ -248,7 +248,7 @@ def report_checks(
     model = trainees["onefold"].model
     tokens, _ = next(corpus.batches(model.config.context, seed=0))
     found = [
-        checks.curves_agree(history),
+        checks.curves_agree(history, model.device.type),
         checks.attention_agrees(*training.captured_qkv(model, tokens)),
     ]
     for check in found:

@@ -1,7 +1,7 @@
 // One element of any dtype, read or written as a number.
 //
 // Invariant: 16-bit floats are rounded to nearest even, once. These scalar routines serve options,
-// index arrays and edges; inner loops have vector forms in cpu/simd.h. Includes tensor.h only.
+// index arrays and edges; inner loops have vector forms in cpu/isa/simd.h. Includes tensor.h only.
 #pragma once
 
 #include <bit>

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "cpu/kernels.h"
-#include "cpu/simd.h"
+#include "cpu/isa/simd.h"
 
 namespace onefold::cpu::ONEFOLD_ISA {
 

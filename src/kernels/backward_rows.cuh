@@ -8,8 +8,9 @@
 
 namespace onefold::kernels {
 
-// lse and delta = dO . O - dLSE as Weights has them, and whether dP counts: in a row that sees one key it does not, since O is that key's V and dP - dO . O is 0,
-// which rounding would hide. Clears what the tile sums up.
+// lse and delta = dO . O - dLSE as Weights has them, and whether dP counts: in a row that sees one
+// key it does not, since O is that key's V and dP - dO . O is 0, which rounding would hide. Clears
+// what the tile sums up.
 template <BackwardSpec kSpec>
 struct BackwardRows {
   static constexpr Element kElement = kSpec.element;
@@ -40,8 +41,8 @@ struct BackwardRows {
           if constexpr (kElement == Element::kFloat32) {
             sum = ::fmaf(__uint_as_float(xs[idx]), __uint_as_float(ys[idx]), sum);
           } else {
-            sum = ::fmaf(tile::unpack_16<kElement>(xs[idx]), tile::unpack_16<kElement>(ys[idx]),
-                         sum);
+            sum =
+                ::fmaf(tile::unpack_16<kElement>(xs[idx]), tile::unpack_16<kElement>(ys[idx]), sum);
             sum = ::fmaf(tile::unpack_16<kElement>(xs[idx] >> 16),
                          tile::unpack_16<kElement>(ys[idx] >> 16), sum);
           }
@@ -82,6 +83,7 @@ struct BackwardRows {
     thread = static_cast<int>(threadIdx.x);
     lane_in_group = thread % kGroup;
     tile = query_tile_at(p, blockIdx.x, kSpec.tile_q);
+    if (args.ticket != nullptr && blockIdx.x == 0 && thread == 0) *args.ticket = 0;
     if (!tile.present()) return;
     const i64 number = row_tile(p, tile.at.b, tile.at.h, kSpec.tile_q) + tile.row0 / kSpec.tile_q;
     float* rows = args.rows + number * kSpec.row_numbers();
@@ -97,8 +99,8 @@ struct BackwardRows {
       if (used) {
         const auto load = [&](const NumbersView& view) {
           const i64 batch = p.sequences.cu_q.bytes != 0 ? 0 : tile.at.b;
-          return view.data[batch * view.batch + tile.at.h * view.head +
-                           (tile.q_row + row) * view.row];
+          return view
+              .data[batch * view.batch + tile.at.h * view.head + (tile.q_row + row) * view.row];
         };
         lse = load(args.lse);
         if (one_key) {
@@ -122,7 +124,6 @@ struct BackwardRows {
     if (thread == 0) {
       rows[3 * kSpec.tile_q] = __uint_as_float(not_finite | one_key);
       if (args.turns != nullptr) args.turns[number] = 0;
-      if (args.ticket != nullptr && blockIdx.x == 0) *args.ticket = 0;
     }
     if constexpr (kSpec.dq) {
       float4* sums = reinterpret_cast<float4*>(args.dq + number * kSpec.dq_numbers());
@@ -155,8 +156,8 @@ struct BackwardDq {
       constexpr int kPerWarp = kSpec.dq_rows() / 16 * kBlocksPerRow;
       const int warp = idx / kPerWarp, m = idx % kPerWarp / kBlocksPerRow;
       const int row = warp % kSpec.warps_q() * kSpec.dq_rows() + 16 * m + lane / 4;
-      const int column = warp / kSpec.warps_q() * kSpec.dq_columns() + 8 * (idx % kBlocksPerRow) +
-                         2 * (lane % 4);
+      const int column =
+          warp / kSpec.warps_q() * kSpec.dq_columns() + 8 * (idx % kBlocksPerRow) + 2 * (lane % 4);
       float x[4];
       if constexpr (kSpec.arch >= 900) {
         const float4 four = *reinterpret_cast<const float4*>(sums + idx * 128 + 4 * lane);

@@ -76,7 +76,7 @@ struct BackwardSpec {
   constexpr int shared_bytes() const {
     return tile::shared_tile_bytes(tile_k, row_bytes()) +
            tile::shared_tile_bytes(tile_k, row_bytes_v()) + stages * (stage_bytes() + ds_bytes()) +
-           exchange_bytes() + 4 * tile_k;
+           exchange_bytes() + 4 * tile_k + 64;
   }
 
   constexpr const char* invalid() const {
@@ -118,12 +118,12 @@ inline constexpr u32 kRowsOneKey = 2;     // some row sees one key only
 // Tiles of rows are numbered through, head by head: see row_tile() in sequence.h.
 struct BackwardRowsArguments {
   ProblemView problem;
-  RowsView out, dout;      // dout's data may be null: zeros
-  NumbersView lse, dlse;   // dlse's may, too
-  float* rows = nullptr;   // row_numbers() a tile
-  float* dq = nullptr;     // dq_numbers() a tile, cleared
-  u32* turns = nullptr;    // one a tile, cleared; null when adding is not ordered
-  u32* ticket = nullptr;   // cleared
+  RowsView out, dout;     // dout's data may be null: zeros
+  NumbersView lse, dlse;  // dlse's may, too
+  float* rows = nullptr;  // row_numbers() a tile
+  float* dq = nullptr;    // dq_numbers() a tile, cleared
+  u32* turns = nullptr;   // one a tile, cleared; null when adding is not ordered
+  u32* ticket = nullptr;  // cleared
 };
 
 struct BackwardArguments {

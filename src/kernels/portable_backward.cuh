@@ -17,9 +17,9 @@
 //
 // What is not finite must reach only what sees it. A row whose lse or delta is not finite is
 // flagged: where a tile hides something, Q and dO are then cleared of such numbers, so that they do
-// not meet weights of zero, and dO's are given back to dV at the end. A key that is not finite is cleared,
-// too, and its scores are NaN. When adding to dQ is ordered, blocks draw their tile from a ticket:
-// whoever waits, waits for blocks that have begun.
+// not meet weights of zero, and dO's are given back to dV at the end. A key that is not finite is
+// cleared, too, and its scores are NaN. When adding to dQ is ordered, blocks draw their tile from a
+// ticket: whoever waits, waits for blocks that have begun.
 #pragma once
 
 #include "kernels/backward_spec.h"
@@ -57,6 +57,20 @@ struct PortableBackward {
     DoutTile dout;
     float rows[kSpec.row_numbers()];
   };
+  // Where this block works. Kept in shared memory and read when needed: registers are for products.
+  struct Facts {
+    int b, kv_head;
+    int num_q, num_k;  // used lengths
+    int key_tile;      // the tile, and its first key, local
+    int j0;
+    int num_rows;              // of the sequence's keys, used or not
+    int q_row, k_row;          // where the sequence and the tile begin in the tensors
+    int first_rows;            // number of the first tile of rows of the group's first head
+    int tile_begin, tile_end;  // query tiles that see some key
+    int full_begin, full_end;  // rows that see every key of the tile
+    int hides;                 // some row does not see some key, in some tile
+    int key_poison;            // some key is not finite
+  };
   struct Shared {
     KTile k;
     VTile v;
@@ -64,6 +78,7 @@ struct PortableBackward {
     DsTile ds[kSpec.stages];
     unsigned char exchange[kSpec.exchange_bytes()];
     u32 poison[kTileK];  // whether a key is not finite
+    Facts facts;
   };
   static_assert(sizeof(Shared) == kSpec.shared_bytes());
 
@@ -76,13 +91,6 @@ struct PortableBackward {
   const ProblemView& p;
   Shared& shared;
   int thread, warp, lane;
-  i64 b;
-  int kv_head;
-  Lengths n;
-  int key_tile, j0;  // the tile and its first key, local
-  int num_rows;      // of the sequence's keys, used or not
-  i64 q_row, k_row;  // where the sequence begins in the tensors
-  i64 first_rows;    // number of the first tile of rows of the group's first head
   u64 seed;
 
   __forceinline__ PortableBackward(const BackwardArguments& arguments, unsigned char* memory)
@@ -94,6 +102,9 @@ struct PortableBackward {
         lane(thread % 32) {}
 
   // ---- where ----
+  __forceinline__ int fact(int Facts::*which) const {
+    return static_cast<int>(ptx::ld_shared_32(ptx::shared_address(&(shared.facts.*which))));
+  }
   __forceinline__ u32 draw_ticket() {
     if (thread == 0) shared.poison[0] = atomicAdd(args.ticket, 1u);
     __syncthreads();
@@ -109,42 +120,46 @@ struct PortableBackward {
     const u32 bh = item / num_tiles, num_heads = static_cast<u32>(p.heads_k);
     TileAt where{bh / num_heads, item % num_tiles};
     if (p.sequences.cu_k.bytes != 0) {
-      where = packed_tile(p.sequences.cu_k, p.sequences.batch, p.sequences.rows_k, kTileK,
-                          where.tile);
+      where =
+          packed_tile(p.sequences.cu_k, p.sequences.batch, p.sequences.rows_k, kTileK, where.tile);
     }
     const Sequence seq = sequence_at(p.sequences, where.b);
-    b = where.b;
-    kv_head = static_cast<int>(bh % num_heads);
-    n = {static_cast<int>(seq.used.q), static_cast<int>(seq.used.k)};
-    key_tile = static_cast<int>(where.tile);
-    j0 = key_tile * kTileK;
-    num_rows = static_cast<int>(seq.k_rows);
-    q_row = seq.q_begin;
-    k_row = seq.k_begin + j0;
-    first_rows = row_tile(p, b, i64{kv_head} * p.group, kTileQ);
-    return j0 >= 0 && j0 < num_rows;
+    Facts f;
+    f.b = static_cast<int>(where.b);
+    f.kv_head = static_cast<int>(bh % num_heads);
+    f.num_q = static_cast<int>(seq.used.q);
+    f.num_k = static_cast<int>(seq.used.k);
+    f.key_tile = static_cast<int>(where.tile);
+    f.j0 = f.key_tile * kTileK;
+    f.num_rows = static_cast<int>(seq.k_rows);
+    f.q_row = static_cast<int>(seq.q_begin);
+    f.k_row = static_cast<int>(seq.k_begin) + f.j0;
+    f.first_rows = static_cast<int>(row_tile(p, f.b, i64{f.kv_head} * p.group, kTileQ));
+    find_rows(f);
+    f.key_poison = 0;
+    if (thread == 0) shared.facts = f;
+    __syncthreads();
+    return f.j0 >= 0 && f.j0 < f.num_rows;
   }
+  __forceinline__ Lengths lengths() const { return {fact(&Facts::num_q), fact(&Facts::num_k)}; }
   __forceinline__ HeadAt head_at(int head) const {
-    return {b, kv_head * p.group + head, kv_head, n};
+    return {fact(&Facts::b), fact(&Facts::kv_head) * p.group + head, fact(&Facts::kv_head),
+            lengths()};
   }
 
   // ---- which query tiles ----
-  int tile_begin, tile_end;  // see some key
-  int full_begin, full_end;  // rows that see every key of the tile
-  bool hides;                // some row does not see some key, in some tile
-
-  __forceinline__ void find_rows() {
+  __forceinline__ void find_rows(Facts& f) const {
     TileRange range{0, 0, 0, 0};
-    const i64 j1 = j0 + kTileK < n.k ? j0 + kTileK : n.k;
-    if (j0 < j1) range = q_range(p.variant, n, j0, j1);
-    tile_begin = static_cast<int>(range.begin / kTileQ);
-    tile_end = range.end > range.begin ? static_cast<int>((range.end + kTileQ - 1) / kTileQ)
-                                       : tile_begin;
+    const int j1 = f.j0 + kTileK < f.num_k ? f.j0 + kTileK : f.num_k;
+    if (f.j0 < j1) range = q_range(p.variant, {f.num_q, f.num_k}, f.j0, j1);
+    f.tile_begin = static_cast<int>(range.begin / kTileQ);
+    f.tile_end = range.end > range.begin ? static_cast<int>((range.end + kTileQ - 1) / kTileQ)
+                                         : f.tile_begin;
     // Keys beyond the last one are hidden like those beyond the border.
-    const bool ragged = j0 + kTileK > n.k;
-    full_begin = static_cast<int>(ragged ? range.end : range.full_begin);
-    full_end = static_cast<int>(ragged ? range.end : range.full_end);
-    hides = kFeatures.hides() || p.variant.banded();
+    const bool ragged = f.j0 + kTileK > f.num_k;
+    f.full_begin = static_cast<int>(ragged ? range.end : range.full_begin);
+    f.full_end = static_cast<int>(ragged ? range.end : range.full_end);
+    f.hides = kFeatures.hides() || p.variant.banded();
   }
 
   // A query tile of a head of the group.
@@ -153,42 +168,50 @@ struct PortableBackward {
   };
   __forceinline__ u32 mask_class(Step step) const {
     const MaskClassesView& m = p.mask_classes;
-    const int key = m.one_key ? 0 : key_tile;
-    const i64 where =
-        b * m.batch + (kv_head * p.group + step.head) * m.head + step.tile * m.query_tile;
+    const int key = m.one_key ? 0 : fact(&Facts::key_tile);
+    const i64 where = fact(&Facts::b) * m.batch +
+                      (fact(&Facts::kv_head) * p.group + step.head) * m.head +
+                      step.tile * m.query_tile;
     return m.words[where + key / 16] >> 2 * (key % 16) & 3u;
   }
   __forceinline__ bool present(Step step) const { return step.head < p.group; }
   // The step itself, or the first after it that has something to do. Turns must not be skipped.
   __forceinline__ Step settle(Step step) const {
+    if (tile_begin >= tile_end) return {p.group, 0};
     while (true) {
-      if (step.tile >= tile_end) step = {step.head + 1, tile_begin};
+      if (step.tile >= fact(&Facts::tile_end)) step = {step.head + 1, fact(&Facts::tile_begin)};
       if (!present(step)) return step;
       if (!kFeatures.mask || kSpec.ordered || mask_class(step) != 0) return step;
       ++step.tile;
     }
   }
   __forceinline__ i64 rows_number(Step step) const {
-    return first_rows + i64{step.head} * p.query_tiles + step.tile;
+    return fact(&Facts::first_rows) + step.head * p.query_tiles + step.tile;
   }
 
   // ---- copies ----
   __forceinline__ void copy_keys() {
-    const int count = static_cast<int>(n.k) - j0;
+    const int count = fact(&Facts::num_k) - fact(&Facts::j0);
     Copy<KTile>::load(ptx::shared_address(&shared.k),
-                      rows_of<kElement>(p, p.k, b, k_row, kv_head, count, kTileK, p.dim), thread);
+                      rows_of<kElement>(p, p.k, fact(&Facts::b), fact(&Facts::k_row),
+                                        fact(&Facts::kv_head), count, kTileK, p.dim),
+                      thread);
     Copy<VTile>::load(ptx::shared_address(&shared.v),
-                      rows_of<kElement>(p, p.v, b, k_row, kv_head, count, kTileK, p.dim_v), thread);
+                      rows_of<kElement>(p, p.v, fact(&Facts::b), fact(&Facts::k_row),
+                                        fact(&Facts::kv_head), count, kTileK, p.dim_v),
+                      thread);
   }
   __forceinline__ void copy_rows(Step step, int stage) {
-    const int i0 = step.tile * kTileQ, head = kv_head * p.group + step.head;
-    const int count = static_cast<int>(n.q) - i0;
+    const int i0 = step.tile * kTileQ, head = fact(&Facts::kv_head) * p.group + step.head;
+    const int count = fact(&Facts::num_q) - i0;
     Stage& to = shared.stage[stage];
     Copy<QTile>::load(ptx::shared_address(&to.q),
-                      rows_of<kElement>(p, p.q, b, q_row + i0, head, count, kTileQ, p.dim), thread);
+                      rows_of<kElement>(p, p.q, fact(&Facts::b), fact(&Facts::q_row) + i0, head,
+                                        count, kTileQ, p.dim),
+                      thread);
     Copy<DoutTile>::load(
         ptx::shared_address(&to.dout),
-        rows_of<kElement>(p, args.dout, b, q_row + i0, head,
+        rows_of<kElement>(p, args.dout, fact(&Facts::b), fact(&Facts::q_row) + i0, head,
                           args.dout.data == nullptr ? 0 : count, kTileQ, p.dim_v),
         thread);
     const float* from = args.rows + rows_number(step) * kSpec.row_numbers();
@@ -198,10 +221,8 @@ struct PortableBackward {
   }
 
   // Takes what is not finite out of K, and remembers which keys those were.
-  bool key_poison;
   __forceinline__ void find_poison() {
-    key_poison = false;
-    if (!hides) return;
+    if (!fact(&Facts::hides)) return;
     for (int key = thread; key < kTileK; key += kThreads) shared.poison[key] = 0;
     __syncthreads();
     bool found = false;
@@ -210,8 +231,11 @@ struct PortableBackward {
                                                    shared.poison[key] = 1;
                                                    found = true;
                                                  });
-    key_poison = __syncthreads_or(found);
+    found = __syncthreads_or(found);
+    if (thread == 0) shared.facts.key_poison = found;
+    __syncthreads();
   }
+  bool rows_poison = false;  // some were taken out of Q and dO
   // lse or delta of such a row is NaN, so that it makes no other difference.
   __forceinline__ void take_rows_poison(int stage) {
     Stage& of = shared.stage[stage];
@@ -245,10 +269,11 @@ struct PortableBackward {
   // Products become weights, 0 where hidden. slope: of the cap.
   __forceinline__ void weigh(Accumulators& s, Accumulators& slope, Step step, int stage, int column,
                              bool border) {
-    const Positions positions{j0 + pair * kWarpKeys, i64{step.tile} * kTileQ + column, n};
+    const Positions positions{fact(&Facts::j0) + pair * kWarpKeys, i64{step.tile} * kTileQ + column,
+                              lengths()};
     const HeadAt at = head_at(step.head);
     const Scores<kFeatures> scores(p, at);
-    if (key_poison) {
+    if (fact(&Facts::key_poison)) {
       for_each(s, [&](float& x, int m, int, int idx) {
         const int key = pair * kWarpKeys + 16 * m + 8 * (idx / 2) + lane / 4;
         if (shared.poison[key] != 0) x = __int_as_float(0x7fffffff);
@@ -292,10 +317,10 @@ struct PortableBackward {
     }
     if constexpr (kFeatures.dropout) {
       // Dropped weights are negative from here on.
-      for_each_kept(positions, at, seed, args.keep_threshold, [&](int m, int block, int idx,
-                                                                  bool kept) {
-        if (!kept) s[m][block][idx] = -s[m][block][idx];
-      });
+      for_each_kept(positions, at, seed, args.keep_threshold,
+                    [&](int m, int block, int idx, bool kept) {
+                      if (!kept) s[m][block][idx] = -s[m][block][idx];
+                    });
     }
     if constexpr (kFeatures.softcap) {
       for_each(slope, [&](float& x, int m, int block, int idx) { x *= s[m][block][idx]; });
@@ -346,8 +371,8 @@ struct PortableBackward {
             if constexpr (kElement == Element::kFloat32) {
               x[idx] = __uint_as_float(word[idx]);
             } else {
-              x[idx] = tile::unpack_16<Element::kFloat16>(word[2 * chunk + idx / 2] >>
-                                                          16 * (idx % 2));
+              x[idx] =
+                  tile::unpack_16<Element::kFloat16>(word[2 * chunk + idx / 2] >> 16 * (idx % 2));
             }
           }
           body(m, block + chunk, x);
@@ -358,7 +383,8 @@ struct PortableBackward {
 
   // One block of dP becomes dS.
   template <bool kSelect>
-  __forceinline__ void differentiate(float (&dp)[4], const float (&weights)[4], float2 delta) const {
+  __forceinline__ void differentiate(float (&dp)[4], const float (&weights)[4],
+                                     float2 delta) const {
 #pragma unroll
     for (int idx = 0; idx < 4; ++idx) {
       dp[idx] = W::template gradient<kSelect>(weights[idx], dp[idx], idx % 2 ? delta.y : delta.x,
@@ -370,7 +396,7 @@ struct PortableBackward {
   __forceinline__ void differentiate_all(Accumulators& dp, const Accumulators& own, int stage,
                                          int column) const {
     if constexpr (kPaired) {
-      for_each_handed([&](int m, int block, const float (&weights)[4]) {
+      for_each_handed([&](int m, int block, const float(&weights)[4]) {
         const float2 delta = row_numbers(1, stage, column + 8 * block);
         differentiate<kSelect>(dp[m][block], weights, delta);
       });
@@ -407,10 +433,13 @@ struct PortableBackward {
     const Stage& at = shared.stage[stage];
     const u32 flags = ptx::ld_shared_32(ptx::shared_address(at.rows) + 4 * 3 * kTileQ);
     const int i0 = step.tile * kTileQ;
-    const bool border = i0 < full_begin || i0 + kTileQ > full_end;
+    const bool border = i0 < fact(&Facts::full_begin) || i0 + kTileQ > fact(&Facts::full_end);
     const bool select = border || kFeatures.hides();
     const u32 q_base = ptx::shared_address(&at.q), dout_base = ptx::shared_address(&at.dout);
-    if ((flags & kRowsNotFinite) != 0 && hides && select) take_rows_poison(stage);
+    if ((flags & kRowsNotFinite) != 0 && fact(&Facts::hides) && select) {
+      rows_poison = true;
+      take_rows_poison(stage);
+    }
 #pragma unroll 1
     for (int sub = 0; sub < kSteps; ++sub) {
       const int column = sub * kSpec.step_q;
@@ -442,18 +471,19 @@ struct PortableBackward {
         if constexpr (kSpec.dq) store_ds(dp, stage, column);
       }
       if constexpr (kValues) {
-        tile::multiply_weights<Op, DoutTile>(
-            dv, s, tile::b_trans_address<Op, DoutTile>(dout_at), [&](int block) {
-              if constexpr (kFeatures.dropout) {
+        tile::multiply_weights<Op, DoutTile>(dv, s, tile::b_trans_address<Op, DoutTile>(dout_at),
+                                             [&](int block) {
+                                               if constexpr (kFeatures.dropout) {
 #pragma unroll
-                for (int m = 0; m < kRowTiles; ++m) {
+                                                 for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-                  for (int idx = 0; idx < 4; ++idx) {
-                    if (s[m][block][idx] < 0.0f) s[m][block][idx] = 0.0f;
-                  }
-                }
-              }
-            });
+                                                   for (int idx = 0; idx < 4; ++idx) {
+                                                     if (s[m][block][idx] < 0.0f)
+                                                       s[m][block][idx] = 0.0f;
+                                                   }
+                                                 }
+                                               }
+                                             });
       }
       if constexpr (kKeys) {
         tile::multiply_weights<Op, QTile>(dk, dp, tile::b_trans_address<Op, QTile>(q_at),
@@ -463,8 +493,9 @@ struct PortableBackward {
   }
 
   // ---- dQ ----
-  // Adds dS K of a tile to its sums, which lie as the accumulators do: warp by warp, block by block,
-  // in a block four neighbours a lane, or where there is no vector addition 32 neighbours a number.
+  // Adds dS K of a tile to its sums, which lie as the accumulators do: warp by warp, block by
+  // block, in a block four neighbours a lane, or where there is no vector addition 32 neighbours a
+  // number.
   __forceinline__ void add_dq(Step step, int stage) {
     if (kSpec.dq && warp < kSpec.warps_q() * kSpec.warps_d()) {
       float dq[kDqRowTiles][kDqBlocks][4];
@@ -476,8 +507,8 @@ struct PortableBackward {
               along_d * kSpec.dq_columns() * Op::kBytes);
       const i64 number = rows_number(step);
       if constexpr (kSpec.ordered) await_turn(step, args.turns + number);
-      float* to = args.dq + number * kSpec.dq_numbers() +
-                  warp * (kSpec.dq_rows() * kSpec.dq_columns());
+      float* to =
+          args.dq + number * kSpec.dq_numbers() + warp * (kSpec.dq_rows() * kSpec.dq_columns());
 #pragma unroll
       for (int m = 0; m < kDqRowTiles; ++m) {
 #pragma unroll
@@ -498,9 +529,10 @@ struct PortableBackward {
   }
   // Key tiles add in ascending order: this one after those before it that see some of the rows.
   __forceinline__ void await_turn(Step step, const u32* turn) const {
-    const i64 i0 = i64{step.tile} * kTileQ, i1 = i0 + kTileQ < n.q ? i0 + kTileQ : n.q;
-    const u32 mine =
-        static_cast<u32>(key_tile - kv_range(p.variant, n, i0, i1).begin / kTileK);
+    const int i0 = step.tile * kTileQ,
+              i1 = i0 + kTileQ < fact(&Facts::num_q) ? i0 + kTileQ : fact(&Facts::num_q);
+    const u32 mine = static_cast<u32>(fact(&Facts::key_tile) -
+                                      kv_range(p.variant, lengths(), i0, i1).begin / kTileK);
     if (lane == 0) {
       while (ptx::ld_acquire(turn) != mine) {
       }
@@ -517,7 +549,7 @@ struct PortableBackward {
   // ---- loop ----
   template <bool kValues, bool kKeys, class Dv, class Dk>
   __forceinline__ void loop(Dv& dv, Dk& dk) {
-    Step step = settle({0, tile_begin});
+    Step step = settle({0, fact(&Facts::tile_begin)});
     if (!present(step)) return;
     Step last{-1, 0}, added{-1, 0};
     int stage = 0;
@@ -581,43 +613,44 @@ struct PortableBackward {
   __forceinline__ void store_gradient(u32 from, const RowsView& view, int num_columns) const {
     using WarpTile = tile::SharedTile<kWarpKeys, Tile::kRowBytes>;
     const int first = pair * kWarpKeys;
-    if (view.data == nullptr || j0 + first >= num_rows) return;
+    if (view.data == nullptr || fact(&Facts::j0) + first >= fact(&Facts::num_rows)) return;
     tile::RowCopy<WarpTile, kElement, 32, kSpec.aligned, kSpec.whole>::store(
         from,
-        rows_of<kElement>(p, view, b, k_row + first, kv_head, num_rows - j0 - first, kWarpKeys,
-                          num_columns),
+        rows_of<kElement>(p, view, fact(&Facts::b), fact(&Facts::k_row) + first,
+                          fact(&Facts::kv_head), fact(&Facts::num_rows) - fact(&Facts::j0) - first,
+                          kWarpKeys, num_columns),
         lane);
   }
 
   // dO's numbers that are not finite, for the keys of this warp that their rows see. What a weight
   // multiplies them by is positive and does not count.
   __forceinline__ void spread_poison(u32 base) const {
-    if (!hides || args.dout.data == nullptr) return;
-    const i64 last = i64{tile_end} * kTileQ;
-    const int end = static_cast<int>(last < n.q ? last : n.q);
+    if (!rows_poison || args.dout.data == nullptr) return;
+    const i64 last = i64{fact(&Facts::tile_end)} * kTileQ;
+    const int end = static_cast<int>(last < fact(&Facts::num_q) ? last : fact(&Facts::num_q));
 #pragma unroll 1
     for (int head = 0; head < p.group; ++head) {
       const Scores<kFeatures> scores(p, head_at(head));
 #pragma unroll 1
-      for (int i = tile_begin * kTileQ; i < end; ++i) {
+      for (int i = fact(&Facts::tile_begin) * kTileQ; i < end; ++i) {
         const float* rows =
             args.rows + rows_number({head, i / kTileQ}) * kSpec.row_numbers() + kTileQ;
         if (tile::finite(rows[i % kTileQ])) continue;
-        const tile::GlobalRows dout = rows_of<kElement>(p, args.dout, b, q_row + i,
-                                                        scores.at.h, 1, 1, p.dim_v);
-        const KeyInterval keys = key_interval(p.variant, n, i);
-        tile::for_poison<kElement>(dout.data, dout.dim, p.dim_v, [&](int word, float low,
-                                                                     float high) {
+        const tile::GlobalRows dout = rows_of<kElement>(
+            p, args.dout, fact(&Facts::b), fact(&Facts::q_row) + i, scores.at.h, 1, 1, p.dim_v);
+        const KeyInterval keys = key_interval(p.variant, lengths(), i);
+        tile::for_poison<kElement>(
+            dout.data, dout.dim, p.dim_v, [&](int word, float low, float high) {
 #pragma unroll 1
-          for (int row = 0; row < kWarpKeys; ++row) {
-            const i64 key = j0 + pair * kWarpKeys + row;
-            if (key < keys.begin || key >= keys.end) continue;
-            if (kFeatures.hides() && scores.hidden(i, key)) continue;
-            const u32 where = base + VTile::offset(row, 4 * word);
-            ptx::st_shared_32(where,
-                              tile::add_poison<kElement>(ptx::ld_shared_32(where), low, high));
-          }
-        });
+              for (int row = 0; row < kWarpKeys; ++row) {
+                const i64 key = fact(&Facts::j0) + pair * kWarpKeys + row;
+                if (key < keys.begin || key >= keys.end) continue;
+                if (kFeatures.hides() && scores.hidden(i, key)) continue;
+                const u32 where = base + VTile::offset(row, 4 * word);
+                ptx::st_shared_32(where,
+                                  tile::add_poison<kElement>(ptx::ld_shared_32(where), low, high));
+              }
+            });
       }
     }
     __syncwarp();
@@ -631,8 +664,8 @@ struct PortableBackward {
     tile::clear(dk);
     loop<kValues, kKeys>(dv, dk);
     if constexpr (kValues) {
-      const u32 staged = stage_gradient<VTile>(ptx::shared_address(&shared.v), dv,
-                                               args.keep_scale * W::kLeast);
+      const u32 staged =
+          stage_gradient<VTile>(ptx::shared_address(&shared.v), dv, args.keep_scale * W::kLeast);
       spread_poison(staged);
       store_gradient<VTile>(staged, args.dv, p.dim_v);
     }
@@ -645,8 +678,7 @@ struct PortableBackward {
   __forceinline__ void run() {
     if (!locate()) return;
     if constexpr (kFeatures.dropout) seed = p.seed != nullptr ? *p.seed : p.variant.seed;
-    find_rows();
-    const Step first = settle({0, tile_begin});
+    const Step first = settle({0, fact(&Facts::tile_begin)});
     if (present(first)) {
       copy_keys();
       copy_rows(first, 0);

@@ -56,9 +56,18 @@ struct PortableForward {
     KTile k[kSpec.stages];
     VTile v[kSpec.stages];
   };
-  union Shared {
-    Tiles tiles;
-    OutTile out;
+  // What the loop rarely needs, read when needed: registers are for products.
+  struct Facts {
+    int row0, num_q, num_k;    // first row of the tile, local; used lengths
+    int tile_end;              // behind the last key tile that some row sees
+    int full_begin, full_end;  // key tiles that every row sees
+  };
+  struct Shared {
+    union {
+      Tiles tiles;
+      OutTile out;
+    };
+    alignas(16) Facts facts;
   };
   static_assert(sizeof(Shared) == kSpec.shared_bytes());
 
@@ -85,12 +94,15 @@ struct PortableForward {
         warp(__shfl_sync(tile::kAllLanes, thread / 32, 0)),
         lane(thread % 32) {}
 
+  __forceinline__ int fact(int Facts::*which) const {
+    return static_cast<int>(ptx::ld_shared_32(ptx::shared_address(&(shared.facts.*which))));
+  }
+  __forceinline__ Lengths lengths() const { return {fact(&Facts::num_q), fact(&Facts::num_k)}; }
   __forceinline__ bool packed() const { return p.sequences.cu_q.bytes != 0; }
 
   // Which tile of which head this block owns. False when it has no rows.
   __forceinline__ bool locate() {
-    const QueryTile tile =
-        query_tile_at(p, ptx::block_idx(), kSpec.tile_q, args.longest_first);
+    const QueryTile tile = query_tile_at(p, ptx::block_idx(), kSpec.tile_q, args.longest_first);
     at = tile.at;
     row0 = tile.row0;
     num_rows = tile.num_rows;
@@ -120,12 +132,12 @@ struct PortableForward {
   __forceinline__ void copy_k(int tile, int stage) const {
     const int j0 = tile * kSpec.tile_k;
     KCopy::load(k_to + stage * KTile::kBytes, k_from + j0 * p.k.row * size_bytes(kElement),
-                {nullptr, p.k.row, p.k.dim, static_cast<int>(at.n.k) - j0, p.dim}, thread);
+                {nullptr, p.k.row, p.k.dim, fact(&Facts::num_k) - j0, p.dim}, thread);
   }
   __forceinline__ void copy_v(int tile, int stage) const {
     const int j0 = tile * kSpec.tile_k;
     VCopy::load(v_to + stage * VTile::kBytes, v_from + j0 * p.v.row * size_bytes(kElement),
-                {nullptr, p.v.row, p.v.dim, static_cast<int>(at.n.k) - j0, p.dim_v}, thread);
+                {nullptr, p.v.row, p.v.dim, fact(&Facts::num_k) - j0, p.dim_v}, thread);
   }
 
   // A negative scale turns q around, scale 0 makes it 0 (and keeps its NaN).
@@ -146,7 +158,6 @@ struct PortableForward {
 
   // ---- which key tiles ----
   int tile_begin, tile_end;  // seen by some row
-  int full_begin, full_end;  // seen by every row
   bool band_hides;           // some of these keys are hidden from some row
 
   __forceinline__ void find_keys() {
@@ -157,20 +168,26 @@ struct PortableForward {
     tile_begin = static_cast<int>(range.begin / kTile);
     tile_end =
         range.end > range.begin ? static_cast<int>((range.end + kTile - 1) / kTile) : tile_begin;
-    full_begin = static_cast<int>((range.full_begin + kTile - 1) / kTile);
-    full_end = static_cast<int>(range.full_end / kTile);
+    const int full_begin = static_cast<int>((range.full_begin + kTile - 1) / kTile);
+    const int full_end = static_cast<int>(range.full_end / kTile);
+    if (thread == 0) {
+      shared.facts = {
+          row0, static_cast<int>(at.n.q), static_cast<int>(at.n.k), tile_end, full_begin, full_end};
+    }
+    __syncthreads();
     band_hides = range.full_begin > range.begin || range.full_end < range.end;
   }
   __forceinline__ u32 mask_class(int tile) const {
     const MaskClassesView& m = p.mask_classes;
     const int key_tile = m.one_key ? 0 : tile;
-    const i64 where = at.b * m.batch + at.h * m.head + row0 / kSpec.tile_q * m.query_tile;
+    const i64 where =
+        at.b * m.batch + at.h * m.head + fact(&Facts::row0) / kSpec.tile_q * m.query_tile;
     return m.words[where + key_tile / 16] >> 2 * (key_tile % 16) & 3u;
   }
   // The first tile from `tile` on that is not all hidden.
   __forceinline__ int next_tile(int tile) const {
     if constexpr (kFeatures.mask) {
-      while (tile < tile_end && mask_class(tile) == 0) ++tile;
+      while (tile < fact(&Facts::tile_end) && mask_class(tile) == 0) ++tile;
     }
     return tile;
   }
@@ -203,7 +220,8 @@ struct PortableForward {
     } else {
       tile::multiply_rows<Op, QTile, KTile>(s, q_at, k_at);
     }
-    const Positions positions{row0 + warp * kWarpRows, i64{tile} * kSpec.tile_k, at.n};
+    const Positions positions{fact(&Facts::row0) + warp * kWarpRows, i64{tile} * kSpec.tile_k,
+                              lengths()};
     if constexpr (Scores<kFeatures>::kNatural) {
       positions.for_each(p.readable, [&](int m, int n, int idx, i64 i, i64 j, float distance) {
         float& x = s[m][n][idx];
@@ -219,7 +237,7 @@ struct PortableForward {
         });
       }
     }
-    if (tile < full_begin || tile >= full_end) {
+    if (tile < fact(&Facts::full_begin) || tile >= fact(&Facts::full_end)) {
       positions.for_each_visible(p.variant, [&](int m, int n, int idx, bool visible) {
         s[m][n][idx] = visible ? s[m][n][idx] : kEmpty<float>;
       });
@@ -310,7 +328,8 @@ struct PortableForward {
 
   // Only kept weights meet V.
   __forceinline__ void drop(float (&s)[kRowTiles][kBlocks][4], int tile) {
-    const Positions positions{row0 + warp * kWarpRows, i64{tile} * kSpec.tile_k, at.n};
+    const Positions positions{fact(&Facts::row0) + warp * kWarpRows, i64{tile} * kSpec.tile_k,
+                              lengths()};
     for_each_kept(positions, at, seed, args.keep_threshold, [&](int m, int n, int idx, bool kept) {
       if (!kept) s[m][n][idx] = 0.0f;
     });
@@ -348,18 +367,18 @@ struct PortableForward {
     for (int m = 0; m < kRowTiles; ++m) state[m][0] = state[m][1] = Softmax<Mufu>{};
     const float to_base_2 = Scores<kFeatures>::to_base_2(p);
     int tile = next_tile(tile_begin), stage = 0;
-    if (tile < tile_end) {
+    if (tile < fact(&Facts::tile_end)) {
       copy_k(tile, 0);
       if constexpr (kSpec.stages == 2) copy_v(tile, 0);
     }
     ptx::cp_async_commit();
 #pragma unroll 1
-    while (tile < tile_end) {
+    while (tile < fact(&Facts::tile_end)) {
       const int next = next_tile(tile + 1);
       ptx::cp_async_wait<0>();
       __syncthreads();
       if constexpr (kSpec.stages == 2) {
-        if (next < tile_end) {
+        if (next < fact(&Facts::tile_end)) {
           copy_k(next, stage ^ 1);
           copy_v(next, stage ^ 1);
         }
@@ -372,7 +391,7 @@ struct PortableForward {
       if constexpr (kSpec.stages == 1) {
         ptx::cp_async_wait<0>();
         __syncthreads();
-        if (next < tile_end) copy_k(next, 0);
+        if (next < fact(&Facts::tile_end)) copy_k(next, 0);
         ptx::cp_async_commit();
       }
       if (careful) take_poison(stage);

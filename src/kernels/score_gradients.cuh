@@ -98,14 +98,12 @@ struct ScoreGradients {
   __forceinline__ void differentiate(Accumulators& dz, i64 i0, i64 j0) {
     __syncthreads();  // the tile before has been used
     const int count = static_cast<int>(at.n.k - j0 < kTileK ? at.n.k - j0 : kTileK);
-    Copy<KTile>::load(ptx::shared_address(&shared.k),
-                      rows_of<kElement>(p, p.k, at.b, k_begin + j0, at.kv_head, count, kTileK,
-                                        p.dim),
-                      thread);
-    Copy<VTile>::load(ptx::shared_address(&shared.v),
-                      rows_of<kElement>(p, p.v, at.b, k_begin + j0, at.kv_head, count, kTileK,
-                                        p.dim_v),
-                      thread);
+    Copy<KTile>::load(
+        ptx::shared_address(&shared.k),
+        rows_of<kElement>(p, p.k, at.b, k_begin + j0, at.kv_head, count, kTileK, p.dim), thread);
+    Copy<VTile>::load(
+        ptx::shared_address(&shared.v),
+        rows_of<kElement>(p, p.v, at.b, k_begin + j0, at.kv_head, count, kTileK, p.dim_v), thread);
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
     __syncthreads();
@@ -137,10 +135,10 @@ struct ScoreGradients {
       if (!visible) weights[0][block][idx] = 0.0f;
     });
     if constexpr (kFeatures.dropout) {
-      for_each_kept(positions, at, seed, args.keep_threshold, [&](int, int block, int idx,
-                                                                  bool kept) {
-        if (!kept) weights[0][block][idx] = -weights[0][block][idx];
-      });
+      for_each_kept(positions, at, seed, args.keep_threshold,
+                    [&](int, int block, int idx, bool kept) {
+                      if (!kept) weights[0][block][idx] = -weights[0][block][idx];
+                    });
     }
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -312,12 +310,14 @@ struct ScoreGradients {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         float x = 0.0f;
-        for (int w = 0; w < kSpec.warps(); ++w) x += shared.sums[w][8 * block + 2 * (lane % 4) + odd];
+        for (int w = 0; w < kSpec.warps(); ++w)
+          x += shared.sums[w][8 * block + 2 * (lane % 4) + odd];
         sum[0][block][odd] = x;
       }
     }
   }
-  __forceinline__ void write(const Accumulators& sum, i64 b, i64 h, i64 i0, i64 j0, int split) const {
+  __forceinline__ void write(const Accumulators& sum, i64 b, i64 h, i64 i0, i64 j0,
+                             int split) const {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
@@ -330,11 +330,10 @@ struct ScoreGradients {
           const i64 entries = args.extent[0] * args.extent[1] * args.extent[2] * args.extent[3];
           args.partial[split * entries + entry] = x;
         } else {
-          tile::store_element<kFeatures.bias>(
-              args.dbias.data,
-              b * args.dbias.batch + h * args.dbias.head + i * args.dbias.query +
-                  j * args.dbias.key,
-              x);
+          tile::store_element<kFeatures.bias>(args.dbias.data,
+                                              b * args.dbias.batch + h * args.dbias.head +
+                                                  i * args.dbias.query + j * args.dbias.key,
+                                              x);
         }
       }
     }
@@ -365,7 +364,8 @@ __forceinline__ void gradient_sums(const GradientSumsArguments& args) {
   rest /= args.extent[2];
   const i64 h = rest % args.extent[1], b = rest / args.extent[1];
   tile::store_element<kSpec.element>(
-      args.to.data, b * args.to.batch + h * args.to.head + i * args.to.query + j * args.to.key, sum);
+      args.to.data, b * args.to.batch + h * args.to.head + i * args.to.query + j * args.to.key,
+      sum);
 }
 
 // One warp, one entry: head x, sequence y.

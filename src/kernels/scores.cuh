@@ -119,6 +119,8 @@ struct TilePositions {
                  kKeysInRows ? safe_row : safe_column, ::fabsf(offset + static_cast<float>(c)));
           }
         }
+        // Loads of the next row are not begun before: all at once would need too many registers.
+        __syncwarp();
       }
     }
   }

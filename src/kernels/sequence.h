@@ -59,8 +59,8 @@ static inline i64 first_packed_tile(const IndexView& cu, i64 b, i64 total, i64 t
   return clamp(index_at(cu, b), 0, total) / tile_rows + b;
 }
 
-// The sequence (or what lies beyond them, b == batch) that owns tile `tile` of a packed head. Offsets
-// that do not ascend may give a negative tile, which has no rows.
+// The sequence (or what lies beyond them, b == batch) that owns tile `tile` of a packed head.
+// Offsets that do not ascend may give a negative tile, which has no rows.
 static inline TileAt packed_tile(const IndexView& cu, i64 batch, i64 total, i64 tile_rows,
                                  i64 tile) {
   i64 low = 0, high = batch;  // the last b whose tiles begin at or before `tile`
@@ -118,8 +118,7 @@ static inline QueryTile query_tile_at(const ProblemView& p, u32 item, int tile_r
 // Tiles of query rows numbered through, head by head: the number of tile 0 of head h in sequence b.
 static inline i64 row_tile(const ProblemView& p, i64 b, i64 h, i64 tile_rows) {
   if (p.sequences.cu_q.bytes == 0) return (b * p.heads_q + h) * p.query_tiles;
-  return h * p.query_tiles +
-         first_packed_tile(p.sequences.cu_q, b, p.sequences.rows_q, tile_rows);
+  return h * p.query_tiles + first_packed_tile(p.sequences.cu_q, b, p.sequences.rows_q, tile_rows);
 }
 
 }  // namespace onefold::kernels

@@ -16,8 +16,8 @@ struct Weights {
   static constexpr float kLeast = 1.0f / kMost;
   static constexpr bool kNatural = Scores<kFeatures>::kNatural;
 
-  // lse of a row as the kernels are told: in base 2 where a score is nothing but a product, and then
-  // shifted so that weights come out times kMost.
+  // lse of a row as the kernels are told: in base 2 where a score is nothing but a product, and
+  // then shifted so that weights come out times kMost.
   static __forceinline__ float stored_lse(float natural) {
     if constexpr (kNatural) return natural;
     return ::fmaf(natural, static_cast<float>(kLog2E), -static_cast<float>(weight_log2(kElement)));

@@ -37,10 +37,10 @@ struct Row {
 // 16 bit, nothing but a scale: a warp owns 32 rows, so that K and V fragments are read once for two
 // products. Two blocks fit a multiprocessor with at most 255 registers a thread.
 constexpr Row kPlain16[] = {
-    {64, {128, 64, 4, 2, 2, false}},  {64, {128, 64, 4, 1, 2, false}},
-    {128, {128, 64, 4, 2, 2, false}}, {128, {128, 64, 4, 1, 2, false}},
-    {128, {128, 64, 8, 1, 1, false}}, {256, {64, 64, 4, 1, 2, false}},
-    {256, {64, 64, 4, 1, 1, false}},  {256, {64, 32, 4, 1, 1, false}},
+    {64, {128, 64, 4, 2, 2, true}},   {64, {128, 64, 4, 1, 2, false}},
+    {128, {128, 64, 4, 1, 2, false}}, {128, {128, 64, 8, 1, 1, false}},
+    {256, {64, 64, 4, 1, 2, false}},  {256, {64, 64, 4, 1, 1, false}},
+    {256, {64, 32, 4, 1, 1, false}},
 };
 // 16 bit with options: 16 rows a warp leave the registers that options need.
 constexpr Row kOptions16[] = {
@@ -75,19 +75,26 @@ struct BackwardRow {
   BackwardTiles tiles;
 };
 constexpr BackwardRow kBackwardPlain16[] = {
-    {64, {32, 128, 32, 4, false, 2, 2}}, {64, {32, 128, 32, 4, false, 2, 1}},
-    {128, {32, 128, 32, 8, true, 2, 1}}, {128, {32, 64, 32, 4, true, 2, 1}},
-    {256, {32, 64, 32, 8, true, 2, 1}},  {256, {32, 32, 32, 4, true, 1, 1}},
+    {64, {64, 128, 32, 4, false, 2, 2}}, {64, {32, 128, 32, 4, false, 2, 1}},
+    {128, {64, 128, 64, 8, true, 2, 1}}, {128, {32, 128, 32, 8, true, 2, 1}},
+    {128, {32, 64, 32, 4, true, 2, 1}},  {256, {32, 64, 32, 8, true, 2, 1}},
+    {256, {32, 32, 32, 4, true, 1, 1}},
 };
 constexpr BackwardRow kBackwardOptions16[] = {
-    {64, {32, 128, 32, 8, true, 2, 1}},
-    {128, {32, 128, 32, 8, true, 2, 1}}, {128, {32, 64, 32, 4, true, 2, 1}},
-    {256, {32, 64, 32, 8, true, 2, 1}},  {256, {32, 32, 32, 4, true, 1, 1}},
+    {64, {32, 128, 32, 8, true, 2, 1}}, {128, {32, 128, 32, 8, true, 2, 1}},
+    {128, {32, 64, 32, 4, true, 2, 1}}, {256, {32, 64, 32, 8, true, 2, 1}},
+    {256, {32, 32, 32, 4, true, 1, 1}},
+};
+// With several options: 16 keys a warp.
+constexpr BackwardRow kBackwardMany16[] = {
+    {128, {32, 64, 32, 8, true, 2, 1}},
+    {256, {32, 64, 32, 8, true, 2, 1}},
+    {256, {32, 32, 32, 4, true, 1, 1}},
 };
 constexpr BackwardRow kBackwardAny32[] = {
-    {64, {32, 64, 32, 8, true, 1, 1}},
-    {128, {32, 64, 32, 8, true, 1, 1}}, {128, {16, 32, 16, 4, true, 1, 1}},
-    {256, {16, 64, 16, 8, true, 1, 1}},  {256, {16, 16, 16, 2, true, 1, 1}},
+    {64, {32, 64, 32, 8, true, 1, 1}},  {128, {32, 64, 32, 8, true, 1, 1}},
+    {128, {16, 32, 16, 4, true, 1, 1}}, {256, {16, 64, 16, 8, true, 1, 1}},
+    {256, {16, 16, 16, 2, true, 1, 1}},
 };
 
 void set(BackwardSpec& spec, const BackwardTiles& tiles) {
@@ -181,6 +188,10 @@ void describe(Spec& spec, const Problem& p, const CudaFacts& facts) {
 
 bool is_plain(const Features& f) { return f.scale_only() && !f.mask && !f.dropout; }
 
+bool has_many(const Features& f) {
+  return f.softcap + f.slopes + (f.bias != Element::kNone) + f.mask + f.dropout > 2;
+}
+
 [[noreturn]] void no_tile_fits(const Problem& p, const CudaFacts& facts) {
   unsupported("head_dim is ", std::max(p.dim, p.dim_v), " on a device with ", facts.shared_bytes,
               " bytes of shared memory a block: no tile fits, a smaller head_dim is needed");
@@ -224,8 +235,11 @@ ScoreGradientsSpec score_gradients_spec(const Problem& p, const BackwardSpec& li
   describe(spec, p, facts);
   spec.aligned = like.aligned;
   spec.bias = bias;
+  // Several options need the registers of half a tile.
+  const int most_keys = has_many(spec.features) ? 32 : 64;
   for (const int tile : {64, 32, 16}) {
-    spec.tile_q = spec.tile_k = tile;
+    spec.tile_q = tile;
+    spec.tile_k = std::min(tile, most_keys);
     if (spec.invalid() == nullptr &&
         static_cast<std::size_t>(spec.shared_bytes()) <= facts.shared_bytes) {
       return spec;
@@ -246,10 +260,9 @@ void plan_bias(const Problem& p, const Grid& dbias, const CudaFacts& facts, Back
   plan.bias_items =
       extent[0] * extent[1] * ceil_div(extent[2], tile_q) * ceil_div(extent[3], tile_k);
   plan.bias_entries = extent[0] * extent[1] * extent[2] * extent[3];
-  const std::int64_t walked = shared(0, p.batch) * shared(1, p.heads_q) *
-                              shared(2, ceil_div(p.longest_q, tile_q));
-  const std::int64_t wanted =
-      ceil_div(kBlocksWanted, std::max<std::int64_t>(plan.bias_items, 1));
+  const std::int64_t walked =
+      shared(0, p.batch) * shared(1, p.heads_q) * shared(2, ceil_div(p.longest_q, tile_q));
+  const std::int64_t wanted = ceil_div(kBlocksWanted, std::max<std::int64_t>(plan.bias_items, 1));
   plan.bias_splits =
       static_cast<int>(std::clamp<std::int64_t>(wanted, 1, std::max<std::int64_t>(walked, 1)));
   check_blocks(plan.bias_items * plan.bias_splits);
@@ -297,8 +310,7 @@ ForwardPlan plan_cuda_forward(const Problem& p, const ForwardTensors& t, const C
 BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t, bool deterministic,
                                 const CudaFacts& facts) {
   check_supported(p, facts);
-  BackwardPlan plan;
-  BackwardSpec& spec = plan.spec;
+  BackwardSpec spec;
   describe(spec, p, facts);
   spec.aligned = spec.aligned && is_aligned(t.out, p.dim_v) && is_aligned(t.dout, p.dim_v) &&
                  is_aligned(t.dq, p.dim) && is_aligned(t.dk, p.dim) && is_aligned(t.dv, p.dim_v);
@@ -307,12 +319,22 @@ BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t, bool
   const bool plain = is_plain(spec.features) && spec.aligned;
   const bool found = spec.element == Element::kFloat32 ? choose(kBackwardAny32, facts, spec)
                      : plain                           ? choose(kBackwardPlain16, facts, spec)
+                     : has_many(spec.features)         ? choose(kBackwardMany16, facts, spec)
                                                        : choose(kBackwardOptions16, facts, spec);
   if (!found) no_tile_fits(p, facts);
+  return plan_cuda_backward(p, t, spec, facts);
+}
+
+BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t,
+                                const BackwardSpec& chosen, const CudaFacts& facts) {
+  BackwardPlan plan;
+  BackwardSpec& spec = plan.spec;
+  spec = chosen;
   const std::int64_t batches = p.packed ? 1 : p.batch;
   plan.query_tiles = tiles_of(p, p.rows_q, spec.tile_q);
   plan.row_tiles = plan.query_tiles * p.heads_q * batches;
   plan.key_tiles = tiles_of(p, p.rows_k, spec.tile_k);
+  spec.ordered = spec.ordered && plan.row_tiles > 0;
   if (t.dq || t.dk || t.dv) {
     plan.blocks = plan.key_tiles * p.heads_k * batches;
     plan.mask = mask_tiles(p, spec.tile_q, spec.tile_k);

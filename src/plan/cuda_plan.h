@@ -32,6 +32,10 @@ kernels::ForwardPlan plan_cuda_forward(const Problem& problem, const ForwardTens
 kernels::BackwardPlan plan_cuda_backward(const Problem& problem, const BackwardTensors& tensors,
                                          bool deterministic, const CudaFacts& facts);
 
+// The same for tiles at hand.
+kernels::BackwardPlan plan_cuda_backward(const Problem& problem, const BackwardTensors& tensors,
+                                         const kernels::BackwardSpec& spec, const CudaFacts& facts);
+
 // What explain() prints: the reasons, one a line.
 std::string describe_reasons(const Problem& problem, const kernels::ForwardPlan& plan,
                              const CudaFacts& facts);

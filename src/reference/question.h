@@ -97,4 +97,35 @@ class Question {
   std::uint64_t seed_ = 0;
 };
 
+// One query row (b, h, i) and what it meets.
+struct Visit {
+  std::int64_t b, h, i, kv;  // kv: its key/value head
+  const Row& row;
+  const double* q;
+  const Matrix &k, &v;  // of kv
+  const double* dO;     // null without dout
+};
+
+// dout, unless nothing depends on v, whatever v holds: with every weight dropped.
+inline std::optional<Tensor> used_dout(const Attention& attention,
+                                       const std::optional<Tensor>& dout) {
+  return attention.dropout_p < 1 ? dout : std::nullopt;
+}
+
+// Calls body(visit) for every used query row, in order. `dout` is shaped like out, or absent.
+template <class Body>
+void for_each_row(const Question& ask, const std::optional<Tensor>& dout, const Body& body) {
+  for (std::int64_t b = 0; b < ask.batch; ++b) {
+    for (std::int64_t h = 0; h < ask.heads; ++h) {
+      const std::int64_t kv = ask.kv_head(h);
+      const Matrix q = ask.queries(b, h), k = ask.keys(b, kv), v = ask.values(b, kv);
+      const Matrix dO = dout ? ask.like_out(*dout, b, h) : Matrix{};
+      for (std::int64_t i = 0; i < ask.sequences[static_cast<std::size_t>(b)].q_rows; ++i) {
+        const Row row = ask.row(b, h, i, q.row(i), k);
+        body(Visit{b, h, i, kv, row, q.row(i), k, v, dout ? dO.row(i) : nullptr});
+      }
+    }
+  }
+}
+
 }  // namespace onefold::reference

@@ -46,22 +46,15 @@ Forward forward(const Attention& attention) {
   const Question ask(attention);
   Forward answer{filled(ask.out_shape(), 0.0),
                  filled(ask.lse_shape(), -std::numeric_limits<double>::infinity())};
-  for (std::int64_t b = 0; b < ask.batch; ++b) {
-    for (std::int64_t h = 0; h < ask.heads; ++h) {
-      const Matrix q = ask.queries(b, h);
-      const Matrix k = ask.keys(b, ask.kv_head(h)), v = ask.values(b, ask.kv_head(h));
-      for (std::int64_t i = 0; i < ask.sequences[b].q_rows; ++i) {
-        const Row row = ask.row(b, h, i, q.row(i), k);
-        if (!row.live) continue;
-        answer.lse.data[ask.lse_place(b, h, i)] = row.lse;
-        if (attention.dropout_p == 1) continue;  // out is 0, whatever v holds
-        const std::vector<double> out = weighted_values(row, v);
-        for (std::int64_t d = 0; d < ask.dim_v; ++d) {
-          answer.out.data[ask.q_place(b, h, i) * ask.dim_v + d] = out[d];
-        }
-      }
+  for_each_row(ask, std::nullopt, [&](const Visit& at) {
+    if (!at.row.live) return;
+    answer.lse.data[ask.lse_place(at.b, at.h, at.i)] = at.row.lse;
+    if (attention.dropout_p == 1) return;  // out is 0, whatever v holds
+    const std::vector<double> out = weighted_values(at.row, at.v);
+    for (std::int64_t d = 0; d < ask.dim_v; ++d) {
+      answer.out.data[ask.q_place(at.b, at.h, at.i) * ask.dim_v + d] = out[d];
     }
-  }
+  });
   return answer;
 }
 
@@ -75,40 +68,29 @@ Backward backward(const Attention& attention, const std::optional<Tensor>& dout,
              zeros_like(attention.bias),
              zeros_like(attention.alibi_slopes),
              zeros_like(attention.sinks)};
-  // Without dout, or with every weight dropped, nothing depends on v, whatever v holds.
-  const bool uses_v = dout && attention.dropout_p < 1;
   const std::int64_t dim = ask.dim, dim_v = ask.dim_v;
-  for (std::int64_t b = 0; b < ask.batch; ++b) {
-    for (std::int64_t h = 0; h < ask.heads; ++h) {
-      const std::int64_t kv = ask.kv_head(h);
-      const Matrix q = ask.queries(b, h), k = ask.keys(b, kv), v = ask.values(b, kv);
-      const Matrix dO = uses_v ? ask.like_out(*dout, b, h) : Matrix{};
-      for (std::int64_t i = 0; i < ask.sequences[b].q_rows; ++i) {
-        const Row row = ask.row(b, h, i, q.row(i), k);
-        if (!row.live) continue;
-        const double delta = uses_v ? dot(dO.row(i), weighted_values(row, v).data(), dim_v) : 0;
-        const double dL = dlse ? ask.like_lse(*dlse, b, h, i) : 0;
-        double* const dq = g.dq.data.data() + ask.q_place(b, h, i) * dim;
-        for (const Key& key : row.keys) {
-          const double dP = uses_v ? key.keep * dot(dO.row(i), v.row(key.j), dim_v) : 0;
-          const double dZ = key.p * (dP - delta + dL);
-          const double dX = dZ * key.cap_slope;
-          double* const dk = g.dk.data.data() + ask.k_place(b, kv, key.j) * dim;
-          double* const dv = g.dv.data.data() + ask.k_place(b, kv, key.j) * dim_v;
-          for (std::int64_t d = 0; d < dim; ++d) {
-            dq[d] += ask.scale * dX * k.row(key.j)[d];
-            dk[d] += ask.scale * dX * q.row(i)[d];
-          }
-          for (std::int64_t d = 0; uses_v && d < dim_v; ++d) {
-            dv[d] += key.p * key.keep * dO.row(i)[d];
-          }
-          if (g.dbias) g.dbias->data[ask.bias_place(b, h, i, key.j)] += dZ;
-          if (g.dslopes) g.dslopes->data[ask.slope_place(b, h)] -= dZ * key.distance;
-        }
-        if (g.dsinks) g.dsinks->data[h] += row.sink_p * (dL - delta);
+  for_each_row(ask, used_dout(attention, dout), [&](const Visit& at) {
+    const auto& [b, h, i, kv, row, q, k, v, dO] = at;
+    if (!row.live) return;
+    const double delta = dO ? dot(dO, weighted_values(row, v).data(), dim_v) : 0;
+    const double dL = dlse ? ask.like_lse(*dlse, b, h, i) : 0;
+    double* const dq = g.dq.data.data() + ask.q_place(b, h, i) * dim;
+    for (const Key& key : row.keys) {
+      const double dP = dO ? key.keep * dot(dO, v.row(key.j), dim_v) : 0;
+      const double dZ = key.p * (dP - delta + dL);
+      const double dX = dZ * key.cap_slope;
+      double* const dk = g.dk.data.data() + ask.k_place(b, kv, key.j) * dim;
+      double* const dv = g.dv.data.data() + ask.k_place(b, kv, key.j) * dim_v;
+      for (std::int64_t d = 0; d < dim; ++d) {
+        dq[d] += ask.scale * dX * k.row(key.j)[d];
+        dk[d] += ask.scale * dX * q[d];
       }
+      for (std::int64_t d = 0; dO && d < dim_v; ++d) dv[d] += key.p * key.keep * dO[d];
+      if (g.dbias) g.dbias->data[ask.bias_place(b, h, i, key.j)] += dZ;
+      if (g.dslopes) g.dslopes->data[ask.slope_place(b, h)] -= dZ * key.distance;
     }
-  }
+    if (g.dsinks) g.dsinks->data[h] += row.sink_p * (dL - delta);
+  });
   return g;
 }
 

@@ -247,32 +247,26 @@ ForwardTerms forward_terms(const Attention& attention) {
                  like_lse(0),
                  like_lse(0),
                  like_lse(0)};
-  for (std::int64_t b = 0; b < ask.batch; ++b) {
-    for (std::int64_t h = 0; h < ask.heads; ++h) {
-      const Matrix q = ask.queries(b, h);
-      const Matrix k = ask.keys(b, ask.kv_head(h)), v = ask.values(b, ask.kv_head(h));
-      for (std::int64_t i = 0; i < ask.sequences[b].q_rows; ++i) {
-        const Row row = ask.row(b, h, i, q.row(i), k);
-        const std::int64_t place = ask.lse_place(b, h, i);
-        t.max_score.data[place] = row.top;
-        t.sum.data[place] = row.sum;
-        t.count.data[place] = static_cast<double>(row.keys.size());
-        for (const Key& key : row.keys) {
-          t.max_magnitude.data[place] = std::max(t.max_magnitude.data[place], key.magnitude);
-        }
-        if (!row.live) continue;
-        lse.add(place, lse_errors(row));
-        // All dropped: out is 0, whatever v holds.
-        for (std::int64_t d = 0; attention.dropout_p < 1 && d < ask.dim_v; ++d) {
-          const OutErrors r = out_errors(row, v, d, smallest_normal(attention.q.dtype));
-          const std::int64_t component = ask.q_place(b, h, i) * ask.dim_v + d;
-          out.add(component, r.errors);
-          t.squared_value.data[component] = r.squared_value;
-          t.squared_deviation.data[component] = r.squared_deviation;
-        }
-      }
+  for_each_row(ask, std::nullopt, [&](const Visit& at) {
+    const Row& row = at.row;
+    const std::int64_t place = ask.lse_place(at.b, at.h, at.i);
+    t.max_score.data[place] = row.top;
+    t.sum.data[place] = row.sum;
+    t.count.data[place] = static_cast<double>(row.keys.size());
+    for (const Key& key : row.keys) {
+      t.max_magnitude.data[place] = std::max(t.max_magnitude.data[place], key.magnitude);
     }
-  }
+    if (!row.live) return;
+    lse.add(place, lse_errors(row));
+    // All dropped: out is 0, whatever v holds.
+    for (std::int64_t d = 0; attention.dropout_p < 1 && d < ask.dim_v; ++d) {
+      const OutErrors r = out_errors(row, at.v, d, smallest_normal(attention.q.dtype));
+      const std::int64_t component = ask.q_place(at.b, at.h, at.i) * ask.dim_v + d;
+      out.add(component, r.errors);
+      t.squared_value.data[component] = r.squared_value;
+      t.squared_deviation.data[component] = r.squared_deviation;
+    }
+  });
   t.out = out.take();
   t.lse = lse.take();
   return t;
@@ -288,30 +282,20 @@ BackwardTerms backward_terms(const Attention& attention, const std::optional<Ten
                   like(attention.bias),
                   like(attention.alibi_slopes),
                   like(attention.sinks)};
-  const bool uses_v = dout && attention.dropout_p < 1;
-  for (std::int64_t b = 0; b < ask.batch; ++b) {
-    for (std::int64_t h = 0; h < ask.heads; ++h) {
-      const Matrix q = ask.queries(b, h);
-      const Matrix k = ask.keys(b, ask.kv_head(h)), v = ask.values(b, ask.kv_head(h));
-      const Matrix dO = uses_v ? ask.like_out(*dout, b, h) : Matrix{};
-      for (std::int64_t i = 0; i < ask.sequences[b].q_rows; ++i) {
-        const Row row = ask.row(b, h, i, q.row(i), k);
-        if (!row.live) continue;
-        const RowGradient g = row_gradient(row, v, q.row(i), uses_v ? dO.row(i) : nullptr,
-                                           dlse ? ask.like_lse(*dlse, b, h, i) : 0,
-                                           smallest_normal(attention.q.dtype));
-        for (const Key& key : row.keys) {
-          const KeyGradient e =
-              key_gradient(row, g, key, v.row(key.j), ask.dim_v, attention.softcap);
-          add_key(ask, b, h, i, g, key, e, k.row(key.j), to);
-        }
-        if (to.dsinks && row.sink_p != 0) {
-          const KeyGradient e = key_gradient(row, g, sink_key(row), nullptr, 0, 0);
-          to.dsinks->add(h, with_accumulation(e.dz, e.dZ));
-        }
-      }
+  for_each_row(ask, used_dout(attention, dout), [&](const Visit& at) {
+    const auto& [b, h, i, kv, row, q, k, v, dO] = at;
+    if (!row.live) return;
+    const double dL = dlse ? ask.like_lse(*dlse, b, h, i) : 0;
+    const RowGradient g = row_gradient(row, v, q, dO, dL, smallest_normal(attention.q.dtype));
+    for (const Key& key : row.keys) {
+      const KeyGradient e = key_gradient(row, g, key, v.row(key.j), ask.dim_v, attention.softcap);
+      add_key(ask, b, h, i, g, key, e, k.row(key.j), to);
     }
-  }
+    if (to.dsinks && row.sink_p != 0) {
+      const KeyGradient e = key_gradient(row, g, sink_key(row), nullptr, 0, 0);
+      to.dsinks->add(h, with_accumulation(e.dz, e.dZ));
+    }
+  });
   return {to.dq.take(),   to.dk.take(),     to.dv.take(),
           take(to.dbias), take(to.dslopes), take(to.dsinks)};
 }

@@ -81,9 +81,10 @@ struct Question {
     }
     return false;
   }
-  // NaN into the rows of a tensor shaped like q, k, v or out that belong to no used row; unless it
-  // repeats its elements, and the NaN would be everyone's.
-  void poison_rows(Array& t, bool of_q) const {
+  // A number into the rows of a tensor shaped like q, k, v or out that belong to no used row;
+  // unless it repeats its elements, and the number would be everyone's.
+  void poison_rows(Array& t, bool of_q,
+                   double number = std::numeric_limits<double>::quiet_NaN()) const {
     const Tensor& x = t.tensor();
     const int rank = x.rank;
     for (int axis = 0; axis < rank; ++axis) {
@@ -94,7 +95,7 @@ struct Question {
       const std::int64_t r = n / inner % std::max<std::int64_t>(extent, 1);
       const std::int64_t b = packed ? 0 : n / inner / extent;
       const bool live = of_q ? is_live(q_lengths, q_used, b, r) : is_live(k_lengths, k_used, b, r);
-      if (!live) t.set(n, std::numeric_limits<double>::quiet_NaN());
+      if (!live) t.set(n, number);
     });
   }
 };

@@ -1,4 +1,4 @@
-// The vector operations of src/cpu/simd.h on the instruction set in use: functions within computed
+// The vector operations of src/cpu/isa/simd.h on the instruction set in use: functions within computed
 // bounds, everything else bit for bit.
 
 #include <gtest/gtest.h>

@@ -1,14 +1,17 @@
 // Times the kernels on a CUDA device over the usual table of shapes, for the plan's own tiles and
 // for others beside them. Not a unit test, since it needs a device.
 //
-//   device_bench [--dims 64,128] [--tokens 16384] [--rounds 5] [--tiles]
+//   device_bench [--dims 64,128] [--tokens 16384] [--rounds 5] [--tiles] [--backward]
+//                [--seqlens 1024,8192] [--compile]
 //
-// --tiles also times tiles that the plan does not choose. bf16, hidden size 2048, TFLOP/s as
-// 4 B H Sq Sk D, half when causal.
+// --tiles times tiles that the plan does not choose, --backward the backward pass, --compile
+// nothing: it compiles for compute capability 9.0, for a cache to take along. bf16, hidden size
+// 2048, TFLOP/s as 4 B H Sq Sk D, backward 2.5 times that, half when causal.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -24,10 +27,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 struct Options {
-  std::vector<int> dims{64, 128, 256};
+  std::vector<std::int64_t> dims{64, 128, 256}, seqlens;
   std::int64_t tokens = 16384;
   int rounds = 5;
-  bool tiles = false;
+  bool tiles = false, backward = false, compile = false;
 };
 
 void synchronise() {
@@ -91,39 +94,123 @@ std::vector<Tile> candidates(int dim) {
           {128, 32, 8, 2, 1, false}, {64, 48, 4, 1, 2, false}, {128, 48, 8, 1, 1, false}};
 }
 
-double milliseconds(const Problem& p, const kernels::ForwardPlan& plan, const ForwardTensors& t) {
+struct BackwardTile {
+  int tile_q, tile_k, step_q, warps;
+  bool paired;
+  int stages, blocks;
+};
+std::vector<BackwardTile> backward_candidates(std::int64_t dim) {
+  if (dim == 64) {
+    return {{32, 128, 32, 4, false, 2, 2}, {64, 128, 32, 4, false, 2, 2},
+            {64, 128, 32, 4, false, 1, 2}, {64, 128, 64, 8, true, 2, 1},
+            {32, 128, 32, 8, true, 2, 1},  {64, 128, 64, 8, false, 2, 1},
+            {64, 64, 64, 4, false, 2, 2}};
+  }
+  if (dim == 128) {
+    return {{32, 128, 32, 8, true, 2, 1},  {64, 128, 64, 8, true, 2, 1},
+            {64, 128, 64, 8, false, 2, 1}, {64, 128, 32, 8, false, 2, 1},
+            {32, 128, 32, 8, false, 2, 1}, {32, 64, 32, 4, true, 2, 2},
+            {64, 64, 64, 4, false, 1, 2}};
+  }
+  return {{32, 64, 32, 8, true, 2, 1}, {64, 64, 64, 8, true, 1, 1}, {32, 64, 32, 8, true, 1, 1}};
+}
+
+template <class Call>
+double milliseconds(Call&& call) {
   synchronise();
   const auto start = Clock::now();
   constexpr int kCalls = 4;
-  for (int n = 0; n < kCalls; ++n) cuda::run_forward(p, plan, t, nullptr, nullptr);
+  for (int n = 0; n < kCalls; ++n) call();
   synchronise();
   return std::chrono::duration<double, std::milli>(Clock::now() - start).count() / kCalls;
 }
 
-void bench(const Options& o, int dim, std::int64_t seqlen, bool causal) {
+// What is timed, in turn, and its name.
+struct Entry {
+  std::string name;
+  std::function<void()> call;
+  std::vector<double> times{};
+};
+
+void report(const Options& o, std::vector<Entry>& entries, const std::string& what, double flops) {
+  for (int round = -1; round < o.rounds; ++round) {
+    for (Entry& entry : entries) {
+      const double ms = milliseconds(entry.call);
+      if (round >= 0) entry.times.push_back(ms);
+    }
+  }
+  for (Entry& entry : entries) {
+    std::sort(entry.times.begin(), entry.times.end());
+    const double ms = entry.times[entry.times.size() / 2];
+    std::printf("%s  %s %8.3f ms %7.1f TFLOP/s\n", what.c_str(), entry.name.c_str(), ms,
+                flops / ms * 1e-9);
+  }
+  std::fflush(stdout);
+}
+
+CudaFacts facts_of(const Options& o) {
+  if (o.compile) return {900, 132, 227 * 1024, 228 * 1024};
+  const cuda::DeviceFacts& f = cuda::device_facts(0);
+  return {f.arch, f.num_sms, f.shared_bytes, f.shared_bytes_per_sm};
+}
+template <class Spec>
+bool possible(const Spec& spec, const CudaFacts& facts) {
+  return spec.invalid() == nullptr && std::size_t(spec.shared_bytes()) <= facts.shared_bytes;
+}
+template <class Spec>
+void show_compiled(const Spec& spec) {
+  const jit::Facts& f = jit::get(cuda::program(spec)).facts;
+  std::printf("%3d registers, %lld bytes local  %s\n", f.registers,
+              static_cast<long long>(f.local_bytes), cuda::text(spec).c_str());
+}
+
+void bench(const Options& o, std::int64_t dim, std::int64_t seqlen, bool causal) {
   const std::int64_t batch = o.tokens / seqlen, heads = 2048 / dim;
-  const std::int64_t elements = o.tokens * heads * dim;
+  const std::int64_t elements = o.compile ? 0 : o.tokens * heads * dim;
   const Device device{DeviceType::kCuda, 0};
-  Buffer q = normal_buffer(elements), k = normal_buffer(elements), v = normal_buffer(elements);
-  Buffer out(std::size_t(elements) * 2), lse(std::size_t(o.tokens * heads) * 4);
-  const auto tensor = [&](const Buffer& b) {
-    Tensor t = Tensor::packed(b.memory.get(), DType::kBFloat16, {batch, seqlen, heads, dim});
+  std::vector<Buffer> buffers;
+  int places = 0;  // of memory that is never touched
+  const auto memory = [&](bool random) -> void* {
+    if (o.compile) return reinterpret_cast<void*>(std::uintptr_t(++places) << 40);
+    if (random) {
+      buffers.push_back(normal_buffer(elements));
+    } else {
+      buffers.emplace_back(std::size_t(elements) * 2);
+    }
+    return buffers.back().memory.get();
+  };
+  const auto tensor = [&](bool random) {
+    Tensor t = Tensor::packed(memory(random), DType::kBFloat16, {batch, seqlen, heads, dim});
     t.device = device;
     return t;
   };
-  Attention a{.q = tensor(q), .k = tensor(k), .v = tensor(v)};
+  Attention a{.q = tensor(true), .k = tensor(true), .v = tensor(true)};
   if (causal) a.causal = Causal::kBottomRight;
-  Tensor l = Tensor::packed(lse.memory.get(), DType::kFloat32, {batch, heads, seqlen});
-  l.device = device;
+  const Tensor out = tensor(false);
+  Tensor lse = Tensor::packed(memory(false), DType::kFloat32, {batch, heads, seqlen});
+  lse.device = device;
   const Problem p = make_problem(a, device);
-  const ForwardTensors t = make_forward(p, a, tensor(out), l);
-  const cuda::DeviceFacts& f = cuda::device_facts(0);
-  const CudaFacts facts{f.arch, f.num_sms, f.shared_bytes, f.shared_bytes_per_sm};
+  const ForwardTensors t = make_forward(p, a, out, lse);
+  const CudaFacts facts = facts_of(o);
   const kernels::ForwardPlan base = plan_cuda_forward(p, t, facts);
-  std::vector<kernels::ForwardPlan> plans{base};
-  if (o.tiles) {
-    plans.clear();
-    for (const Tile& c : candidates(dim)) {
+  const double flops = 4.0 * double(batch * heads) * double(seqlen) * double(seqlen) * double(dim) *
+                       (causal ? 0.5 : 1.0);
+  char what[80];
+  std::snprintf(what, sizeof what, "%s d%-3d %-6s %6d", o.backward ? "bwd" : "fwd", int(dim),
+                causal ? "causal" : "full", int(seqlen));
+  std::vector<Entry> entries;
+  char name[80];
+  if (!o.backward) {
+    const auto add = [&](const kernels::ForwardPlan& plan) {
+      const kernels::ForwardSpec& s = plan.spec;
+      if (o.compile) return show_compiled(s);
+      std::snprintf(name, sizeof name, "%4dx%-3d w%d s%d b%d %s", s.tile_q, s.tile_k, s.warps,
+                    s.stages, s.blocks_per_sm, s.q_in_registers ? "qr" : "  ");
+      entries.push_back(
+          {name, [&p, plan, &t] { cuda::run_forward(p, plan, t, nullptr, nullptr); }});
+    };
+    if (!o.tiles) add(base);
+    for (const Tile& c : o.tiles ? candidates(int(dim)) : std::vector<Tile>{}) {
       kernels::ForwardPlan plan = base;
       plan.spec.tile_q = c.tile_q;
       plan.spec.tile_k = c.tile_k;
@@ -133,30 +220,58 @@ void bench(const Options& o, int dim, std::int64_t seqlen, bool causal) {
       plan.spec.q_in_registers = c.q_in_registers;
       plan.query_tiles = (seqlen + c.tile_q - 1) / c.tile_q;
       plan.blocks = plan.query_tiles * heads * batch;
-      if (plan.spec.invalid() == nullptr &&
-          std::size_t(plan.spec.shared_bytes()) <= f.shared_bytes) {
-        plans.push_back(plan);
-      }
+      if (possible(plan.spec, facts)) add(plan);
     }
+    if (!o.compile) report(o, entries, what, flops);
+    return;
   }
-  std::vector<std::vector<double>> times(plans.size());
-  for (int round = -1; round < o.rounds; ++round) {
-    for (std::size_t n = 0; n < plans.size(); ++n) {
-      const double ms = milliseconds(p, plans[n], t);
-      if (round >= 0) times[n].push_back(ms);
+  const Tensor dout = tensor(true);
+  const Gradients gradients{tensor(false), tensor(false), tensor(false)};
+  const BackwardTensors b = make_backward(p, a, out, lse, dout, std::nullopt, gradients);
+  std::shared_ptr<void> workspace;
+  std::int64_t workspace_bytes = 0;
+  const auto add = [&](const kernels::BackwardPlan& plan) {
+    const kernels::BackwardSpec& s = plan.spec;
+    if (o.compile) {
+      jit::get(cuda::program(kernels::BackwardRowsSpec{s}));
+      jit::get(cuda::program(kernels::BackwardDqSpec{s}));
+      return show_compiled(s);
     }
+    workspace_bytes = std::max(workspace_bytes, plan.workspace_bytes);
+    std::snprintf(name, sizeof name, "%4dx%-3d/%-2d w%d %s s%d b%d %s", s.tile_q, s.tile_k,
+                  s.step_q, s.warps, s.paired ? "pair" : "    ", s.stages, s.blocks_per_sm,
+                  s.ordered ? "ordered" : "       ");
+    entries.push_back({name, [&p, plan, &b, &workspace] {
+                         cuda::run_backward(p, plan, b, nullptr, workspace.get());
+                       }});
+  };
+  if (!o.tiles) {
+    add(plan_cuda_backward(p, b, false, facts));
+    add(plan_cuda_backward(p, b, true, facts));
   }
-  const double flops =
-      4.0 * double(batch * heads) * double(seqlen) * double(seqlen) * dim * (causal ? 0.5 : 1.0);
-  for (std::size_t n = 0; n < plans.size(); ++n) {
-    std::sort(times[n].begin(), times[n].end());
-    const kernels::ForwardSpec& s = plans[n].spec;
-    std::printf("fwd d%-3d %-6s %6lld  %4dx%-3d w%d s%d b%d %s %8.3f ms %7.1f TFLOP/s\n", dim,
-                causal ? "causal" : "full", static_cast<long long>(seqlen), s.tile_q, s.tile_k,
-                s.warps, s.stages, s.blocks_per_sm, s.q_in_registers ? "qr" : "  ",
-                times[n][times[n].size() / 2], flops / times[n][times[n].size() / 2] * 1e-9);
+  for (const BackwardTile& c : o.tiles ? backward_candidates(dim) : std::vector<BackwardTile>{}) {
+    kernels::BackwardSpec spec = plan_cuda_backward(p, b, false, facts).spec;
+    spec.tile_q = c.tile_q;
+    spec.tile_k = c.tile_k;
+    spec.step_q = c.step_q;
+    spec.warps = c.warps;
+    spec.paired = c.paired;
+    spec.stages = c.stages;
+    spec.blocks_per_sm = c.blocks;
+    if (possible(spec, facts)) add(plan_cuda_backward(p, b, spec, facts));
   }
-  std::fflush(stdout);
+  if (o.compile) return;
+  workspace = cuda::allocate(std::size_t(workspace_bytes), 0, nullptr);
+  cuda::run_forward(p, base, t, nullptr, nullptr);
+  report(o, entries, what, 2.5 * flops);
+}
+
+std::vector<std::int64_t> numbers_of(const char* text) {
+  std::vector<std::int64_t> all;
+  for (char* at = const_cast<char*>(text); *at != 0; at += *at == ',') {
+    all.push_back(std::strtol(at, &at, 10));
+  }
+  return all;
 }
 
 }  // namespace
@@ -167,27 +282,21 @@ int main(int count, char** words) {
   for (int n = 1; n < count; ++n) {
     const std::string word = words[n];
     const auto value = [&] { return ++n < count ? words[n] : ""; };
-    if (word == "--dims") {
-      o.dims.clear();
-      for (char* at = words[++n]; *at != 0; at += *at == ',') {
-        o.dims.push_back(int(std::strtol(at, &at, 10)));
-      }
-    }
+    if (word == "--dims") o.dims = onefold::test::numbers_of(value());
+    if (word == "--seqlens") o.seqlens = onefold::test::numbers_of(value());
     if (word == "--tokens") o.tokens = std::atoll(value());
     if (word == "--rounds") o.rounds = std::atoi(value());
     if (word == "--tiles") o.tiles = true;
+    if (word == "--backward") o.backward = true;
+    if (word == "--compile") o.compile = true;
   }
-  for (const int dim : o.dims) {
+  if (o.seqlens.empty() && o.tiles) o.seqlens = {1024, 8192};
+  if (o.seqlens.empty()) o.seqlens = {512, 1024, 2048, 4096, 8192, 16384};
+  if (o.compile) o.seqlens = {1024};
+  for (const std::int64_t dim : o.dims) {
     for (const bool causal : {false, true}) {
-      if (o.tiles) {
-        for (const std::int64_t seqlen : {1024, 8192}) {
-          onefold::test::bench(o, dim, seqlen, causal);
-        }
-        continue;
-      }
-      for (const std::int64_t seqlen : {512, 1024, 2048, 4096, 8192, 16384}) {
-        onefold::test::bench(o, dim, seqlen, causal);
-      }
+      if (o.compile && causal) continue;
+      for (const std::int64_t seqlen : o.seqlens) onefold::test::bench(o, dim, seqlen, causal);
     }
   }
   return 0;

@@ -148,7 +148,7 @@ class Case {
     const auto like = [&](const std::optional<Tensor>& t) {
       return t ? std::optional<Tensor>(output_like(*t)) : std::nullopt;
     };
-    gradients = {output_like(attention.q), output_like(attention.k), output_like(attention.v),
+    gradients = {output_like(attention.q), output_like(attention.k),     output_like(attention.v),
                  like(attention.bias),     like(attention.alibi_slopes), like(attention.sinks)};
   }
 

@@ -268,26 +268,12 @@ Wish random_wish(Random& r) {
   w.packed = r.chance(0.25);
   w.hostile = r.chance(0.2);
   w.spread = r.chance(0.1) ? 8 : 1;
-  for (const auto& [word, chance] : {std::pair{"causal ", 0.35},
-                                     {"topleft ", 0.1},
-                                     {"window ", 0.25},
-                                     {"softcap ", 0.2},
-                                     {"slopes ", 0.2},
-                                     {"bias ", 0.15},
-                                     {"bias32 ", 0.05},
-                                     {"mask ", 0.2},
-                                     {"sinks ", 0.25},
-                                     {"dropout ", 0.2},
-                                     {"dropout1 ", 0.02},
-                                     {"used ", 0.15},
-                                     {"scale0 ", 0.04},
-                                     {"scale- ", 0.08},
-                                     {"scale+ ", 0.05},
-                                     {"nan_q ", 0.05},
-                                     {"nan_k ", 0.05},
-                                     {"nan_v ", 0.08},
-                                     {"nan_dout ", 0.08},
-                                     {"inf_v ", 0.03}}) {
+  for (const auto& [word, chance] :
+       {std::pair{"causal ", 0.35}, {"topleft ", 0.1}, {"window ", 0.25},   {"softcap ", 0.2},
+        {"slopes ", 0.2},           {"bias ", 0.15},   {"bias32 ", 0.05},   {"mask ", 0.2},
+        {"sinks ", 0.25},           {"dropout ", 0.2}, {"dropout1 ", 0.02}, {"used ", 0.15},
+        {"scale0 ", 0.04},          {"scale- ", 0.08}, {"scale+ ", 0.05},   {"nan_q ", 0.05},
+        {"nan_k ", 0.05},           {"nan_v ", 0.08},  {"nan_dout ", 0.08}, {"inf_v ", 0.03}}) {
     if (r.chance(chance)) w.options += word;
   }
   return w;
@@ -298,8 +284,9 @@ std::vector<Wish> all_wishes(const Options& options) {
   std::vector<Wish> all;
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     for (const std::int64_t dim : {64, 128, 256}) {
-      for (const char* words : {"", "causal", "window", "softcap", "slopes", "bias full", "mask",
-                                "sinks", "dropout", "scale-", "causal nan_v", "causal nan_k nan_q nan_dout"}) {
+      for (const char* words :
+           {"", "causal", "window", "softcap", "slopes", "bias full", "mask", "sinks", "dropout",
+            "scale-", "causal nan_v", "causal nan_k nan_q nan_dout"}) {
         Wish w;
         w.dtype = dtype;
         w.dim = w.dim_v = dim;
@@ -330,9 +317,9 @@ std::string compile(const Wish& wish, std::uint64_t seed) {
   const auto move = [](Tensor& t) { t.device = {DeviceType::kCuda, 0}; };
   for (Tensor* t : {&a.q, &a.k, &a.v, &c.out, &c.lse, &c.dout, &c.dlse}) move(*t);
   Gradients& g = c.gradients;
-  for (std::optional<Tensor>* t : {&a.alibi_slopes, &a.bias, &a.mask, &a.sinks, &a.cu_seqlens_q,
-                                   &a.cu_seqlens_k, &a.seqused_q, &a.seqused_k, &g.dq, &g.dk, &g.dv,
-                                   &g.dbias, &g.dslopes, &g.dsinks}) {
+  for (std::optional<Tensor>* t :
+       {&a.alibi_slopes, &a.bias, &a.mask, &a.sinks, &a.cu_seqlens_q, &a.cu_seqlens_k, &a.seqused_q,
+        &a.seqused_k, &g.dq, &g.dk, &g.dv, &g.dbias, &g.dslopes, &g.dsinks}) {
     if (*t) move(**t);
   }
   const Problem p = make_problem(a, {DeviceType::kCuda, 0});

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import io
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor
 
 import onefold
 from onefold import _bounds, reference
+from onefold._bounds import gamma
 
 FLOATS = {
     "float32": torch.float32,
@@ -32,19 +34,8 @@ FLOATS = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-# Unit roundoff, and half the smallest subnormal: what storing a tiny number costs.
-UNIT = {
-    torch.float64: 2.0**-53,
-    torch.float32: 2.0**-24,
-    torch.float16: 2.0**-11,
-    torch.bfloat16: 2.0**-8,
-}
-TINY = {
-    torch.float64: 2.0**-1075,
-    torch.float32: 2.0**-150,
-    torch.float16: 2.0**-25,
-    torch.bfloat16: 2.0**-134,
-}
+UNIT = {dtype: _bounds.UNIT[name] for name, dtype in FLOATS.items()}
+TINY = {dtype: _bounds.TINY[name] for name, dtype in FLOATS.items()}
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
 
 
@@ -136,6 +127,7 @@ def skip_unless_it_computes(dtype: torch.dtype, head_dim: int, device: str) -> N
 def run(case: Case, device: str = "cpu", backward: bool = True, **more: Any) -> Found:
     """Calls `onefold.attention`, with gradients of every input when the case has cotangents."""
     skip_unless_it_computes(case.dtype, max(case.q.shape[-1], case.v.shape[-1]), device)
+    more = {"deterministic": True} | more  # `hold_bounds` looks at the other gradients
     options = {name: moved(x, device) for name, x in case.options.items()} | more
     arrays = {name: moved(x, device).detach() for name, x in case.inputs.items()}
     backward = backward and (case.dout is not None or case.dlse is not None)
@@ -157,12 +149,20 @@ def run(case: Case, device: str = "cpu", backward: bool = True, **more: Any) -> 
     return found
 
 
-def path(case: Case, device: str = "cpu") -> tuple[str, bool]:
-    """Which forward path `explain` names: the same path gives the same bits."""
+# Of a kernel's spec: what orders additions.
+TILES = re.compile(r"portable_\w+|\.(?:dim|dim_v|tile_q|tile_k|warps) = \d+")
+
+
+def path(case: Case, device: str = "cpu") -> tuple[Any, ...]:
+    """Which path `explain` names: the same path gives the same bits. On the CPU the forward one
+    decides; on a GPU both do, and their tiles."""
     arrays = (moved(x, device) for x in (case.q, case.k, case.v))
     options = {name: moved(x, device) for name, x in case.options.items()}
     with contextlib.redirect_stdout(io.StringIO()):
-        plan = onefold.explain(*arrays, **options).forward
+        plans = onefold.explain(*arrays, **options)
+    if device == "cuda":
+        return tuple(TILES.findall(plans.forward.kernel + plans.backward.kernel))
+    plan = plans.forward
     return plan.kernel.split(",")[0], "stretches" in plan.why
 
 
@@ -330,11 +330,6 @@ def assert_same_bits(a: Any, b: Any, what: str = "") -> None:
 # ---- T1 ----
 
 
-def gamma(n: int, u: float) -> float:
-    """What n roundings in a row can do: surely below 32 of them, else in practice (6 sqrt(n) u)."""
-    return n * u / (1 - n * u) if n < 32 else 6 * math.sqrt(n) * u
-
-
 @dataclass(frozen=True)
 class Arithmetic:
     """How a backend adds up; `u` is the unit roundoff of its accumulators."""
@@ -390,17 +385,17 @@ def sizes(case: Case, device: str = "cpu") -> dict[str, float]:
     }
 
 
-def tensor_core_sizes(case: Case) -> dict[str, float]:
-    """The same of the CUDA kernels, both directions."""
+def tensor_core_sizes(case: Case, backward: bool = False) -> dict[str, float]:
+    """The same of the CUDA kernels, forward or backward."""
     rows = case.q.shape[0] * (case.q.shape[1] if case.q.dim() == 4 else 1) * case.q.shape[-2]
     dim = max(case.q.shape[-1], case.v.shape[-1])
     dtype = str(case.dtype).removeprefix("torch.")
-    return _bounds.sizes(dtype, dim, case.longest_keys, rows, "cuda")
+    return _bounds.sizes(dtype, dim, case.longest_keys, rows, "cuda", backward)
 
 
 def backward_sizes(case: Case, device: str = "cpu") -> dict[str, float]:
     if device == "cuda":
-        return tensor_core_sizes(case)
+        return tensor_core_sizes(case, backward=True)
     a = arithmetic(case, device)
     u = a.u
     keys, tile = case.longest_keys, a.key_tile
@@ -501,14 +496,18 @@ def hold_gradients(case: Case, found: Found, device: str = "cpu") -> dict[str, f
         want = getattr(case.exact_gradients, name)
         bound = slack * grown * total(size, getattr(case.gradient_terms, name))
         bound = bound + tiny_out.get(name, 0.0)
+        if device == "cuda":
+            bound = bound + _bounds.of_small_ds(name, case.q, case.k, case.options.get("scale"))
         bound = bound + UNIT[got.dtype] * want.abs().nan_to_num(0.0) + TINY[got.dtype]
         worst[name] = assert_within(got, want, bound, f"{case.name}: gradient of {name}")
     return worst
 
 
-def hold_bounds(case: Case, device: str = "cpu", found: Found | None = None) -> Found:
+def hold_bounds(
+    case: Case, device: str = "cpu", found: Found | None = None, deterministic: bool = False
+) -> Found:
     """T1 of everything."""
-    found = run(case, device) if found is None else found
+    found = run(case, device, deterministic=deterministic) if found is None else found
     hold_forward(case, found, device)
     hold_gradients(case, found, device)
     return found

@@ -92,7 +92,8 @@ class Prediction:
         self.tile, self.lanes = a.key_tile, a.lanes
         narrow = case.dtype in (torch.float16, torch.bfloat16)
         # Of weights and of dS before a product, relative to them.
-        self.of_operand = (RELATIVE * UNIT[case.dtype]) ** 2 if device == "cuda" and narrow else 0.0
+        self.narrow_cuda = device == "cuda" and narrow
+        self.of_operand = (RELATIVE * UNIT[case.dtype]) ** 2 if self.narrow_cuda else 0.0
         # Truncations of a sum: how many elements each step takes, and how often each is truncated.
         self.step, self.times = (16, 1) if narrow else (8, 3)
         self.truncates = device == "cuda"
@@ -174,7 +175,12 @@ class Prediction:
         of_lse = self.log_sum().variance + r2 * self.lse**2
         difference = dp - delta.unsqueeze(-1)
         ds = p * difference
-        of_ds = ds**2 * (self.of_weight + self.of_operand + 2 * r2) + p**2 * of_dp
+        of_ds = ds**2 * (self.of_weight + 2 * r2) + p**2 * of_dp
+        of_p = p**2 * (self.of_weight + self.of_operand)
+        if self.narrow_cuda:  # weights are handed over in float16, and dS is stored
+            handed = of_storing(p, torch.float16)
+            of_ds += difference**2 * handed + of_storing(ds, case.dtype)
+            of_p += handed
         drift = ds * (self.drift - (p * self.drift).sum(-1, keepdim=True))
 
         def finish(noise: Noise, value: Tensor, blocks: Tensor, shift: Tensor) -> Noise:
@@ -196,7 +202,7 @@ class Prediction:
             of_k += Noise(row.variance.sum(-3), row.of_mean * spread.shape[-3] ** 2)
         sums_k = partial_sums(scale * ds.unsqueeze(-1) * self.q.unsqueeze(-2), -3, self.lanes)
 
-        of_v = independent((p**2 * (self.of_weight + self.of_operand)).mT @ dout**2)
+        of_v = independent(of_p.mT @ dout**2)
         spread = p.unsqueeze(-1) * dout.unsqueeze(-2)
         row = shared(spread, of_lse[..., None, None], (-2, -1))
         of_v += Noise(row.variance.sum(-3), row.of_mean * spread.shape[-3] ** 2)

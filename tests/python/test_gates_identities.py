@@ -9,7 +9,18 @@ import pytest
 import torch
 
 import onefold
-from gates import Case, Found, assert_same_bits, hold_bounds, make_case, path, run, wide
+from gates import (
+    Case,
+    Found,
+    assert_same_bits,
+    assert_same_bits_or_both_right,
+    hold_bounds,
+    make_case,
+    moved,
+    path,
+    run,
+    wide,
+)
 from naive import visible
 
 SHAPE = (3, 37, 150, 4, 2, 24, 40)
@@ -254,7 +265,11 @@ def test_hidden_keys_at_the_end_change_nothing(extra, dtype, device):
         for x in (case.k, case.v)
     )
     mask = torch.arange(SHAPE[2] + extra) < SHAPE[2]
-    found, plain = run(changed(case, k=k, v=v, options={"mask": mask}), device), run(case, device)
+    masked = changed(case, k=k, v=v, options={"mask": mask})
+    found, plain = run(masked, device), run(case, device)
+    if path(masked, device) != path(case, device):
+        hold_bounds(masked, device, found)
+        return
     assert_same_bits(found.out, plain.out, "out")
     assert_same_bits(found.lse, plain.lse, "lse")
     assert_same_bits(found.gradients["q"], plain.gradients["q"], "dq")
@@ -282,7 +297,7 @@ def test_a_band_is_the_mask_that_spells_it_out(causal, window, dtype, device):
     case = make_case("normal", dtype, SHAPE, causal=causal, window=window)
     mask = visible(SHAPE[1], SHAPE[2], causal, window)
     spelled = changed(case, options={"causal": False, "window": (None, None), "mask": mask})
-    assert_same_bits(run(case, device), run(spelled, device))
+    assert_same_bits_or_both_right(case, spelled, device)
 
 
 @pytest.mark.parametrize(
@@ -371,10 +386,13 @@ def test_where_tensors_lie_changes_nothing(options, dtype, device, place):
     case = make_case("normal", dtype, SHAPE, **more)
     plain = run(case, device)
     options = {n: place(x) if isinstance(x, torch.Tensor) else x for n, x in case.options.items()}
-    moved = Case(
+    lying = Case(
         place(case.q), place(case.k), place(case.v), options, place(case.dout), place(case.dlse)
     )
-    assert_same_bits(run(moved, device), plain)
+    if path(lying, device) == path(case, device):
+        assert_same_bits(run(lying, device), plain)
+    else:
+        hold_bounds(lying, device)
 
 
 def test_lse_is_the_same_whether_it_is_asked_for_or_not(dtype, device):
@@ -388,10 +406,14 @@ def test_each_gradient_is_the_same_whichever_others_are_wanted(device):
     case = make_case("normal", torch.float32, SHAPE, **every_option(torch.float32))
     whole = run(case, device)
     for name in whole.gradients:
-        arrays = {n: x.clone().requires_grad_(n == name) for n, x in case.inputs.items()}
-        options = case.options | {n: x for n, x in arrays.items() if n in case.options}
+        arrays = {
+            n: moved(x.clone(), device).requires_grad_(n == name) for n, x in case.inputs.items()
+        }
+        options = {n: moved(x, device) for n, x in case.options.items()}
+        options |= {n: x for n, x in arrays.items() if n in options} | {"deterministic": True}
         out, lse = onefold.attention(
             arrays["q"], arrays["k"], arrays["v"], return_lse=True, **options
         )
-        (alone,) = torch.autograd.grad((out, lse), arrays[name], (case.dout, case.dlse))
-        assert_same_bits(alone, whole.gradients[name], f"gradient of {name}")
+        cotangents = (moved(case.dout, device), moved(case.dlse, device))
+        (alone,) = torch.autograd.grad((out, lse), arrays[name], cotangents)
+        assert_same_bits(alone.cpu(), whole.gradients[name], f"gradient of {name}")

@@ -173,7 +173,7 @@ def test_out_lse_and_gradients_stay_within_their_bounds(index, device, request):
     seed = request.config.case_seed
     case = build(combinations_of(seed)[index], 1000 * seed + index)
     try:
-        hold_bounds(case, device)
+        hold_bounds(case, device, deterministic=index % 2 == 1)
     except Exception as error:
         line = f"python -m pytest '{request.node.nodeid}' --case-seed={seed}"
         raise AssertionError(f"{error}\nreproduce with: {line}") from error

@@ -26,6 +26,10 @@ LATE_FACTOR = (
     10.0  # 0.3 to 1.6 between correct attentions over 300 steps; the wrong scale, 50 to 270
 )
 ERROR_FACTOR = 2.0
+# On a GPU onefold's float32 products are made of three on tensor cores, good to 2^-21 (the
+# reference's attentions use ordinary arithmetic, 2^-24), so its rounding is up to 8 times theirs:
+# 3.6 early and 7.3 in the error on an H200. Late in training all is amplified alike.
+SPLIT_FACTOR = {"cpu": 1.0, "cuda": 8.0}
 
 
 @dataclass(frozen=True)
@@ -52,19 +56,21 @@ def excess(steps: Sequence[Step]) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
-def curves_agree(steps: Sequence[Step]) -> Check:
+def curves_agree(steps: Sequence[Step], device: str = "cpu") -> Check:
     """Compares the loss curves, token by token."""
     early = excess(steps[:EARLY_STEPS])
     late = excess(steps)
-    passed = early <= EARLY_FACTOR and late <= LATE_FACTOR  # false for NaN
+    allowed = EARLY_FACTOR * SPLIT_FACTOR[device]
+    allowed_late = max(LATE_FACTOR, allowed)
+    passed = early <= allowed and late <= allowed_late  # false for NaN
     verb = "agree" if passed else "DISAGREE"
     return Check(
         "curves",
         passed,
         f"loss curves {verb}: token by token, onefold is {early:.2f} times as far from SDPA and "
         f"plain as those are from each other over the first {min(EARLY_STEPS, len(steps))} steps "
-        f"(allowed {EARLY_FACTOR:g}), {late:.2f} times over all {len(steps)} "
-        f"(allowed {LATE_FACTOR:g})",
+        f"(allowed {allowed:g}), {late:.2f} times over all {len(steps)} "
+        f"(allowed {allowed_late:g})",
     )
 
 
@@ -94,7 +100,8 @@ def attention_agrees(q: Tensor, k: Tensor, v: Tensor) -> Check:
         own / max(others)
         for own, *others in zip(errors["onefold"], errors["sdpa"], errors["plain"], strict=True)
     ]
-    passed = all(ratio <= ERROR_FACTOR for ratio in ratios)  # false for NaN
+    allowed = ERROR_FACTOR * SPLIT_FACTOR[q.device.type]
+    passed = all(ratio <= allowed for ratio in ratios)  # false for NaN
     verb = "agree" if passed else "DISAGREE"
     listed = ", ".join(
         f"{name} {error:.1e}"
@@ -105,5 +112,5 @@ def attention_agrees(q: Tensor, k: Tensor, v: Tensor) -> Check:
         passed,
         f"outputs and gradients {verb} with the float64 reference on the trained model's q, k, v: "
         f"relative errors {listed}, {max(ratios):.2f} times those of SDPA or plain "
-        f"(allowed {ERROR_FACTOR:g})",
+        f"(allowed {allowed:g})",
     )

@@ -41,9 +41,7 @@ struct TransposedTile<Element::kFloat32, kDepth, kColumns> {
     ptx::st_shared_32(base + Tile::offset(column, place * Op::kBytes), __float_as_uint(x));
     ptx::st_shared_32(base + Tile::offset(column + 1, place * Op::kBytes), __float_as_uint(y));
   }
-  static __forceinline__ u32 address(u32 base, int column) {
-    return a_address<Tile>(base, column);
-  }
+  static __forceinline__ u32 address(u32 base, int column) { return a_address<Tile>(base, column); }
   static __forceinline__ Op::A load(u32 address, int row, int depth) {
     return Op::load_a(address + Tile::offset(row, depth * Op::kBytes));
   }
