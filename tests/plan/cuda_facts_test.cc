@@ -1,12 +1,11 @@
 // What a plan knows of devices that are not here.
 
-#include "plan/cuda_plan.h"
-
 #include <gtest/gtest.h>
 
 #include <string>
 
 #include "onefold/attention.h"
+#include "plan/cuda_plan.h"
 
 namespace onefold {
 namespace {
