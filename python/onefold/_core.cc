@@ -342,6 +342,9 @@ NB_MODULE(_core, m) {
   using namespace onefold::python;
   nb::register_exception_translator(translate_error);
   m.attr("__version__") = ONEFOLD_VERSION;
+  nb::list names;
+  for (const char* name : kArgumentNames) names.append(name);
+  m.attr("argument_names") = nb::tuple(names);
   m.def("forward", &call_forward);
   m.def("backward", &call_backward);
   m.def("plan", &call_plan);

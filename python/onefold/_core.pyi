@@ -1,11 +1,7 @@
 """The compiled module. Arrays are torch tensors or NumPy arrays; outputs are written.
 
-`question` is always the same twenty positional arguments (onefold._options.NAMES):
-
-    q, k, v, bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-    seed (int or one element of int64), scale (float or None),
-    causal ("none", "bottom_right", "top_left"), window_left, window_right, softcap, dropout_p,
-    max_seqlen_q, max_seqlen_k
+`question` is always the same twenty positional arguments, those of `argument_names`. seed is an int
+or one element of int64, scale a float or None, causal "none", "bottom_right" or "top_left".
 
 On a CUDA device `stream` is the handle of the stream to use, an int, and `allocate(q, bytes)` gives
 an array with that much memory, which is dropped when the stream has been told all; None and None
@@ -15,6 +11,7 @@ on the CPU.
 from typing import Any
 
 __version__: str
+argument_names: tuple[str, ...]
 reference_sources: tuple[str, ...]
 
 # Shape and row-major float64 data.

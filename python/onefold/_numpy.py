@@ -6,36 +6,25 @@ from typing import Any
 
 import numpy as np
 
-from . import _core
-from ._options import (
-    DROPOUT_P,
-    INDEX_ARRAYS,
-    NAMES,
-    NUM_ARRAYS,
-    SEED,
-    Arguments,
-    check_merge,
-    check_parts,
-    index_list,
-    type_error,
-)
+from . import _core, _options
+from ._options import NAMES, Arguments, check_merge, check_parts, index_list, type_error
 
 
 def prepare(question: Arguments) -> Arguments:
     """Checks types, makes arrays of index lists and draws a seed where one is needed."""
     ready = list(question)
-    for i in INDEX_ARRAYS:
+    for i in _options.INDEX_ARRAYS:
         if isinstance(ready[i], (list, tuple)):
             ready[i] = np.asarray(index_list(NAMES[i], ready[i]), dtype=np.int64)
-    for i in range(NUM_ARRAYS):
+    for i in range(_options.NUM_ARRAYS):
         if ready[i] is not None or i < 3:
             _check_array(NAMES[i], ready[i])
-    seed = ready[SEED]
+    seed = ready[_options.SEED]
     if not (seed is None or isinstance(seed, (int, np.ndarray))):
         needed = "an int, or a one-element int64 numpy.ndarray, as q is one,"
-        raise type_error(NAMES[SEED], seed, needed)
-    if seed is None and ready[DROPOUT_P] > 0:
-        ready[SEED] = int(np.random.randint(2**63 - 1, dtype=np.int64))
+        raise type_error(NAMES[_options.SEED], seed, needed)
+    if seed is None and ready[_options.DROPOUT_P] > 0:
+        ready[_options.SEED] = int(np.random.randint(2**63 - 1, dtype=np.int64))
     return tuple(ready)
 
 

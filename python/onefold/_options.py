@@ -10,6 +10,8 @@ import operator
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from . import _core
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -18,33 +20,12 @@ Window = tuple[int | None, int | None]
 Arguments = tuple[Any, ...]
 
 # The order of `arguments`, which is that of `_core.forward` and of the torch operators.
-NAMES = (
-    "q",
-    "k",
-    "v",
-    "bias",
-    "mask",
-    "alibi_slopes",
-    "sinks",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "seqused_q",
-    "seqused_k",
-    "seed",
-    "scale",
-    "causal",
-    "window[0]",
-    "window[1]",
-    "softcap",
-    "dropout_p",
-    "max_seqlen_q",
-    "max_seqlen_k",
-)
-NUM_ARRAYS = 11  # q to seqused_k
-DIFFERENTIABLE = (0, 1, 2, 3, 5, 6)  # q, k, v, bias, slopes and sinks
-INDEX_ARRAYS = range(7, 11)  # cu_seqlens_q to seqused_k: lists are welcome
-SEED = 11
-DROPOUT_P = 17
+NAMES = _core.argument_names
+SEED = NAMES.index("seed")
+NUM_ARRAYS = SEED  # q to seqused_k come before it
+INDEX_ARRAYS = range(NAMES.index("cu_seqlens_q"), NUM_ARRAYS)  # lists are welcome
+DIFFERENTIABLE = tuple(map(NAMES.index, ("q", "k", "v", "bias", "alibi_slopes", "sinks")))
+DROPOUT_P = NAMES.index("dropout_p")
 
 _MOD_ALTERNATIVES = {
     "score_mod": "bias=, alibi_slopes= and softcap= change scores",
@@ -78,50 +59,32 @@ class Options(TypedDict, total=False):
     deterministic: bool | None
 
 
-def arguments(
-    q: Any,
-    k: Any,
-    v: Any,
-    scale: float | None = None,
-    causal: Causal = False,
-    window: Window = (None, None),
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    sinks: Any = None,
-    dropout_p: float = 0.0,
-    seed: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    seqused_q: Any = None,
-    seqused_k: Any = None,
-) -> Arguments:
-    """All of it in the order of `NAMES`."""
-    left, right = _window(window)
+def arguments(q: Any, k: Any, v: Any, options: Options) -> Arguments:
+    """All of it in the order of `NAMES`; what is left out has the default of `attention`."""
+    get = options.get
+    scale = get("scale")
+    left, right = _window(get("window", (None, None)))
     return (
         q,
         k,
         v,
-        bias,
-        mask,
-        alibi_slopes,
-        sinks,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        _seed(seed),
+        get("bias"),
+        get("mask"),
+        get("alibi_slopes"),
+        get("sinks"),
+        get("cu_seqlens_q"),
+        get("cu_seqlens_k"),
+        get("seqused_q"),
+        get("seqused_k"),
+        _seed(get("seed")),
         None if scale is None else _number("scale", scale),
-        _causal(causal),
+        _causal(get("causal", False)),
         left,
         right,
-        _number("softcap", softcap),
-        _number("dropout_p", dropout_p),
-        _integer("max_seqlen_q", max_seqlen_q),
-        _integer("max_seqlen_k", max_seqlen_k),
+        _number("softcap", get("softcap", 0.0)),
+        _number("dropout_p", get("dropout_p", 0.0)),
+        _integer("max_seqlen_q", get("max_seqlen_q")),
+        _integer("max_seqlen_k", get("max_seqlen_k")),
     )
 
 
@@ -135,7 +98,7 @@ def from_options(
     for name in options:
         if name not in Options.__annotations__:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    return arguments(q, k, v, **options)
+    return arguments(q, k, v, options)
 
 
 def index_list(name: str, values: Any) -> list[int]:

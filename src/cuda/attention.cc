@@ -186,7 +186,7 @@ void merge_states(const Tensor& outs, const Tensor& lses, const Tensor& out, con
   args.rows = outs.shape[1];
   args.dim = outs.shape[2];
   constexpr int kWarps = kernels::kMergeStatesWarps;
-  run(spec, outs.device, (args.rows + kWarps - 1) / kWarps, 32 * kWarps, 0, stream, args);
+  run(spec, outs.device, (args.rows + kWarps - 1) / kWarps, 32 * kWarps, 0, Launches(stream), args);
 }
 
 }  // namespace onefold::cuda

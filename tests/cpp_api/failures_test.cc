@@ -28,22 +28,10 @@ struct Case {
   std::array<float, kRows * kHeads * kDim> numbers{}, result{};
   std::array<float, kRows * kHeads> lses{};
 
-  Tensor rows(void* data) const {
-    Tensor t;
-    t.data = data;
-    t.dtype = DType::kFloat32;
-    t.rank = 4;
-    t.shape = {1, kRows, kHeads, kDim};
-    t.stride = {kRows * kHeads * kDim, kHeads * kDim, kDim, 1};
-    return t;
+  static Tensor rows(void* data) {
+    return Tensor::packed(data, DType::kFloat32, {1, kRows, kHeads, kDim});
   }
-  Tensor lse() {
-    Tensor t = rows(lses.data());
-    t.rank = 3;
-    t.shape = {1, kHeads, kRows};
-    t.stride = {kHeads * kRows, kRows, 1};
-    return t;
-  }
+  Tensor lse() { return Tensor::packed(lses.data(), DType::kFloat32, {1, kHeads, kRows}); }
   Attention question() {
     Attention a;
     a.q = a.k = a.v = rows(numbers.data());
@@ -76,11 +64,10 @@ void expect_of_every_call(const char* sentence, const Failure& failure) {
   expect_runtime_error(sentence,
                        [&] { backward(context, c.question(), out, c.lse(), out, {}, gradients); });
   std::array<float, 200 * Case::kDim> parts{}, part_lses{}, merged{}, merged_lses{};
-  Tensor outs = out, lses = out, to = out, to_lse = out;
-  outs.data = parts.data(), outs.rank = 3, outs.shape = {2, 100, 4}, outs.stride = {400, 4, 1};
-  lses.data = part_lses.data(), lses.rank = 2, lses.shape = {2, 100}, lses.stride = {100, 1};
-  to.data = merged.data(), to.rank = 2, to.shape = {100, 4}, to.stride = {4, 1};
-  to_lse.data = merged_lses.data(), to_lse.rank = 1, to_lse.shape = {100}, to_lse.stride = {1};
+  const Tensor outs = Tensor::packed(parts.data(), DType::kFloat32, {2, 100, 4});
+  const Tensor lses = Tensor::packed(part_lses.data(), DType::kFloat32, {2, 100});
+  const Tensor to = Tensor::packed(merged.data(), DType::kFloat32, {100, 4});
+  const Tensor to_lse = Tensor::packed(merged_lses.data(), DType::kFloat32, {100});
   expect_runtime_error(sentence, [&] { merge_states(context, outs, lses, to, to_lse); });
 }
 
