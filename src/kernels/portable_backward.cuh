@@ -178,8 +178,10 @@ struct PortableBackward {
   __forceinline__ bool present(Step step) const { return step.head < p.group; }
   // The step itself, or the first after it that has something to do. Turns must not be skipped.
   __forceinline__ Step settle(Step step) const {
+    const int begin = fact(&Facts::tile_begin), end = fact(&Facts::tile_end);
+    if (begin >= end) return {p.group, 0};
     while (true) {
-      if (step.tile >= fact(&Facts::tile_end)) step = {step.head + 1, fact(&Facts::tile_begin)};
+      if (step.tile >= end) step = {step.head + 1, begin};
       if (!present(step)) return step;
       if (!kFeatures.mask || kSpec.ordered || mask_class(step) != 0) return step;
       ++step.tile;
