@@ -529,14 +529,13 @@ struct PortableBackward {
       if constexpr (kSpec.ordered) __threadfence();
     }
   }
-  // Key tiles add in the order of their tickets: this one after those before it that see some of the
-  // rows.
+  // Key tiles add in the order of their tickets: this one after those before it that see some of
+  // the rows.
   __forceinline__ void await_turn(Step step, const u32* turn) const {
-    const int num_q = fact(&Facts::num_q), key_tile = fact(&Facts::key_tile);
+    const int num_q = fact(&Facts::num_q);
     const int i0 = step.tile * kTileQ, i1 = i0 + kTileQ < num_q ? i0 + kTileQ : num_q;
-    const TileRange keys = kv_range(p.variant, lengths(), i0, i1);
     const i64 before =
-        args.descending ? (keys.end - 1) / kTileK - key_tile : key_tile - keys.begin / kTileK;
+        turns_before(p.variant, lengths(), i0, i1, fact(&Facts::key_tile), kTileK, args.descending);
     if (lane == 0) {
       while (ptx::ld_acquire(turn) != static_cast<u32>(before)) {
       }
