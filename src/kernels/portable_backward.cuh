@@ -178,11 +178,10 @@ struct PortableBackward {
   __forceinline__ bool present(Step step) const { return step.head < p.group; }
   // The step itself, or the first after it that has something to do. Turns must not be skipped.
   __forceinline__ Step settle(Step step) const {
+    const int begin = fact(&Facts::tile_begin), end = fact(&Facts::tile_end);
+    if (begin >= end) return {p.group, 0};
     while (true) {
-      if (step.tile >= fact(&Facts::tile_end)) {
-        step = {step.head + 1, fact(&Facts::tile_begin)};
-        if (step.tile >= fact(&Facts::tile_end)) return {p.group, 0};  // no row sees these keys
-      }
+      if (step.tile >= end) step = {step.head + 1, begin};
       if (!present(step)) return step;
       if (!kFeatures.mask || kSpec.ordered || mask_class(step) != 0) return step;
       ++step.tile;
@@ -530,14 +529,13 @@ struct PortableBackward {
       if constexpr (kSpec.ordered) __threadfence();
     }
   }
-  // Key tiles add in the order of their tickets: this one after those before it that see some of the
-  // rows.
+  // Key tiles add in the order of their tickets: this one after those before it that see some of
+  // the rows.
   __forceinline__ void await_turn(Step step, const u32* turn) const {
-    const int num_q = fact(&Facts::num_q), key_tile = fact(&Facts::key_tile);
+    const int num_q = fact(&Facts::num_q);
     const int i0 = step.tile * kTileQ, i1 = i0 + kTileQ < num_q ? i0 + kTileQ : num_q;
-    const TileRange keys = kv_range(p.variant, lengths(), i0, i1);
     const i64 before =
-        args.descending ? (keys.end - 1) / kTileK - key_tile : key_tile - keys.begin / kTileK;
+        turns_before(p.variant, lengths(), i0, i1, fact(&Facts::key_tile), kTileK, args.descending);
     if (lane == 0) {
       while (ptx::ld_acquire(turn) != static_cast<u32>(before)) {
       }

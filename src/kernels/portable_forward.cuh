@@ -168,12 +168,14 @@ struct PortableForward {
     tile_begin = static_cast<int>(range.begin / kTile);
     tile_end =
         range.end > range.begin ? static_cast<int>((range.end + kTile - 1) / kTile) : tile_begin;
-    const int full_begin = static_cast<int>((range.full_begin + kTile - 1) / kTile);
-    const int full_end = static_cast<int>(range.full_end / kTile);
-    if (thread == 0) {
-      shared.facts = {
-          row0, static_cast<int>(at.n.q), static_cast<int>(at.n.k), tile_end, full_begin, full_end};
-    }
+    Facts f;
+    f.row0 = row0;
+    f.num_q = static_cast<int>(at.n.q);
+    f.num_k = static_cast<int>(at.n.k);
+    f.tile_end = tile_end;
+    f.full_begin = static_cast<int>((range.full_begin + kTile - 1) / kTile);
+    f.full_end = static_cast<int>(range.full_end / kTile);
+    if (thread == 0) shared.facts = f;
     __syncthreads();
     band_hides = range.full_begin > range.begin || range.full_end < range.end;
   }

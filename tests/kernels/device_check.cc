@@ -2,6 +2,7 @@
 // layouts. Not a unit test, since it needs a device; prints one line per case and a summary.
 //
 //   device_check [--host] [--compile] [--only words] [--cases n] [--seed s] [--threads n]
+//                [--from case] [--to case] [--trace]
 //
 // --host runs the CPU backend instead, to check the checker. --compile only compiles (for compute
 // capability 9.0 unless there is a device), for a cache to take along.
@@ -27,6 +28,8 @@ struct Options {
   bool host = false, compile = false;
   std::string only;
   int cases = 200, threads = 0;
+  bool trace = false;                  // tell when a case reaches the device
+  std::size_t from = 0, to = 1 << 30;  // of the cases that there are
   std::uint64_t seed = 1;
 };
 
@@ -219,6 +222,7 @@ Verdict run(const Wish& wish, std::uint64_t seed, const Options& options) {
     backward({}, c.attention, c.out, c.lse, c.dout, c.dlse, c.gradients);
   } else {
     const std::lock_guard lock(device_mutex);
+    if (options.trace) std::fprintf(stderr, "on the device: %s\n", wish.text().c_str());
     run_on_device(v, c);
   }
   const std::vector<double> size = sizes(wish);
@@ -410,11 +414,11 @@ int main_of(const Options& options) {
   const int threads = options.threads > 0 ? options.threads
                                           : int(std::max(1u, std::thread::hardware_concurrency()));
   set_num_threads(1);
-  std::atomic<std::size_t> next{0}, failed{0};
+  std::atomic<std::size_t> next{options.from}, failed{0};
   std::mutex print;
   double worst = 0;
   const auto work = [&] {
-    for (std::size_t n; (n = next++) < wishes.size();) {
+    for (std::size_t n; (n = next++) < std::min(wishes.size(), options.to);) {
       const std::uint64_t seed = options.seed * 1000003 + n;
       Verdict v;
       std::string note;
@@ -457,6 +461,12 @@ int main(int count, char** words) {
     if (word == "--host") options.host = true;
     if (word == "--compile") options.compile = true;
     if (word == "--only") options.only = value();
+    if (word == "--trace") options.trace = true;
+    if (word == "--from") options.from = std::strtoull(value(), nullptr, 10);
+    if (word == "--to") options.to = std::strtoull(value(), nullptr, 10);
+    if (word == "--trace") options.trace = true;
+    if (word == "--from") options.from = std::strtoull(value(), nullptr, 10);
+    if (word == "--to") options.to = std::strtoull(value(), nullptr, 10);
     if (word == "--cases") options.cases = std::atoi(value());
     if (word == "--seed") options.seed = std::strtoull(value(), nullptr, 10);
     if (word == "--threads") options.threads = std::atoi(value());

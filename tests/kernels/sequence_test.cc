@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <set>
 #include <utility>
 #include <vector>
@@ -35,6 +36,34 @@ TEST(PackedTiles, every_row_of_every_sequence_and_beyond_has_one_tile) {
       const i64 rows = b == batch ? total - cu[b] : cu[b + 1] - cu[b];
       for (i64 tile = 0; tile * tile_rows < rows; ++tile) {
         ASSERT_TRUE(seen.count({b, tile})) << "sequence " << b << " tile " << tile;
+      }
+    }
+  }
+}
+
+// Whoever waits for a turn that nobody passes waits for ever.
+TEST(Turns, count_the_key_tiles_that_see_the_rows) {
+  test::Random random(test::base_seed());
+  for (int idx = 0; idx < 3000; ++idx) {
+    SCOPED_TRACE(test::reproduce(idx));
+    const Lengths n{random.integer(1, 300), random.integer(1, 400)};
+    const i64 tile_q = 16 << random.integer(0, 2), tile_k = 16 << random.integer(0, 3);
+    Variant v;
+    v.top_left = random.chance(0.5);
+    if (random.chance(0.6)) v.band_end = random.integer(-60, 60);
+    if (random.chance(0.6)) v.band_begin = random.integer(-200, 60);
+    const bool descending = v.band_end < kUnbounded;
+    const i64 key_tiles = (n.k + tile_k - 1) / tile_k;
+    for (i64 i0 = 0; i0 < n.q; i0 += tile_q) {
+      const i64 i1 = std::min(i0 + tile_q, n.q);
+      i64 before = 0;
+      for (i64 turn = 0; turn < key_tiles; ++turn) {
+        const i64 tile = descending ? key_tiles - 1 - turn : turn;
+        const TileRange rows = q_range(v, n, tile * tile_k, std::min((tile + 1) * tile_k, n.k));
+        // The tiles of rows that a block works on: none when it has no rows.
+        if (rows.end <= rows.begin || i0 < rows.begin / tile_q * tile_q || i0 >= rows.end) continue;
+        ASSERT_EQ(turns_before(v, n, i0, i1, tile, tile_k, descending), before);
+        ++before;
       }
     }
   }
