@@ -302,8 +302,12 @@ void backward(const Context& context, const Attention& attention, const Tensor& 
 
 void merge_states(const Context& context, const Tensor& outs, const Tensor& lses, const Tensor& out,
                   const Tensor& lse) try {
-  if (on_cuda(context)) unsupported("merge_states on CUDA is not there yet");
-  check_merge(outs, lses, out, lse);
+  check_merge(outs, lses, out, lse, context.device);
+  if (on_cuda(context)) {
+    return cuda::merge_states(outs, lses, out, lse,
+                              plan_cuda_merge(outs, lses, out, lse, cuda_facts(context)),
+                              context.stream);
+  }
   const CallExecutor call(context);
   cpu::merge_states(outs, lses, out, lse, *call.executor);
 } catch (...) {

@@ -265,13 +265,19 @@ nb::list call_prebuild(const nb::args& args) {
   return to_python(built);
 }
 
-void call_merge_states(nb::handle outs, nb::handle lses, nb::handle out, nb::handle lse) {
+void call_merge_states(nb::handle outs, nb::handle lses, nb::handle out, nb::handle lse,
+                       nb::handle stream) {
   const Tensor parts = tensor_from_python(outs, {"outs"});
   const Tensor part_lses = tensor_from_python(lses, {"lses"});
   const Tensor merged = tensor_from_python(out, output("out"));
   const Tensor merged_lse = tensor_from_python(lse, output("lse"));
+  Context context;
+  context.device = parts.device;
+  if (!stream.is_none()) {
+    context.stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(stream));
+  }
   const WithoutGil release;
-  merge_states({}, parts, part_lses, merged, merged_lse);
+  merge_states(context, parts, part_lses, merged, merged_lse);
 }
 
 // onefold::Error as ValueError, NotImplementedError or RuntimeError.

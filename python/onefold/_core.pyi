@@ -35,7 +35,7 @@ def warm_up(*question_needs_deterministic: Any) -> list[str]:
 def prebuild(*question_needs_deterministic_arch: Any) -> list[str]:
     """Compiles the same for a device of `arch` (900)."""
 
-def merge_states(outs: Any, lses: Any, out: Any, lse: Any) -> None:
+def merge_states(outs: Any, lses: Any, out: Any, lse: Any, stream: int | None) -> None:
     """outs (N, R, D), lses (N, R) into out (R, D), lse (R,)."""
 
 def set_num_threads(count: int) -> None: ...

@@ -71,6 +71,7 @@ def merge_states(outs: Any, lses: Any) -> tuple[Any, Any]:
         rows.reshape(num_parts, num_rows),
         out.reshape(num_rows, head_dim),
         merged.reshape(num_rows),
+        None,
     )
     return out, np.swapaxes(merged, -1, -2) if heads_first else merged
 

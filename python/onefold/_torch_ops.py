@@ -110,8 +110,6 @@ def launch_backward(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> lis
 
 def launch_merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """outs (N, ..., D), lses (N, ...)."""
-    if outs.is_cuda:
-        return _merged(outs, lses)
     out = outs.new_empty(outs.shape[1:])
     lse = lses.new_empty(lses.shape[1:])
     parts, rows, head_dim = outs.shape[0], lse.numel(), outs.shape[-1]
@@ -120,21 +118,9 @@ def launch_merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         lses.resolve_neg().reshape(parts, rows),
         out.view(rows, head_dim),
         lse.view(rows),
+        _place(outs)[0],
     )
     return out, lse
-
-
-def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """The same as torch operations: parts are few, and a device moves them once either way."""
-    if outs.device != lses.device:
-        raise ValueError(f"lses is on {lses.device}: outs is on {outs.device}, so move it there")
-    if lses.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"lses is {lses.dtype}: float32 or float64 is needed")
-    lse = torch.logsumexp(lses, 0)
-    empty = lses == -torch.inf  # whatever such a part holds, it changes nothing
-    share = torch.exp(lses - lse).masked_fill(empty, 0.0).unsqueeze(-1)
-    parts = outs.to(lses.dtype).masked_fill(empty.unsqueeze(-1), 0.0)
-    return (share * parts).sum(0).to(outs.dtype), lse
 
 
 # ---- operators ----

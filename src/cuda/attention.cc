@@ -29,7 +29,7 @@ void run_forward(const Problem& p, const ForwardPlan& plan, const ForwardTensors
   args.keep_threshold = keep_threshold_of(p);
   args.longest_first = plan.longest_first;
   classify_mask(p, plan.mask, plan.spec.arch, args.problem, to, static_cast<u32*>(workspace));
-  run(plan.spec, p, plan.blocks, plan.spec.threads(), plan.spec.shared_bytes(), to, args);
+  run(plan.spec, p.device, plan.blocks, plan.spec.threads(), plan.spec.shared_bytes(), to, args);
 }
 
 namespace {
@@ -61,8 +61,8 @@ struct Backward {
     args.dq = at<float>(plan.dq_at);
     args.turns = spec.ordered ? at<u32>(plan.turns_at) : nullptr;
     args.ticket = spec.ordered ? at<u32>(plan.ticket_at) : nullptr;
-    run(kernels::BackwardRowsSpec{spec}, p, plan.row_tiles, kernels::kBackwardRowsThreads, 0, to,
-        args);
+    run(kernels::BackwardRowsSpec{spec}, p.device, plan.row_tiles, kernels::kBackwardRowsThreads, 0,
+        to, args);
   }
 
   void run_main() {
@@ -77,10 +77,11 @@ struct Backward {
     args.turns = at<u32>(plan.turns_at);
     args.ticket = at<u32>(plan.ticket_at);
     args.key_tiles = static_cast<int>(plan.key_tiles);
+    args.descending = plan.descending;
     args.scale = scale();
     args.keep_scale = keep_scale_of(p);
     args.keep_threshold = keep_threshold_of(p);
-    run(spec, p, plan.blocks, spec.threads(), spec.shared_bytes(), to, args);
+    run(spec, p.device, plan.blocks, spec.threads(), spec.shared_bytes(), to, args);
   }
 
   void finish_dq() {
@@ -90,8 +91,8 @@ struct Backward {
     args.dq = at<float>(plan.dq_at);
     args.scale = scale();
     const int tile = tile::shared_tile_bytes(plan.spec.tile_q, plan.spec.row_bytes());
-    run(kernels::BackwardDqSpec{plan.spec}, p, plan.row_tiles, kernels::kBackwardDqThreads, tile,
-        to, args);
+    run(kernels::BackwardDqSpec{plan.spec}, p.device, plan.row_tiles, kernels::kBackwardDqThreads,
+        tile, to, args);
   }
 
   ScoreGradientsArguments score_gradients() const {
@@ -119,7 +120,8 @@ struct Backward {
     args.splits = plan.bias_splits;
     args.partial = at<float>(plan.bias_at);
     const kernels::ScoreGradientsSpec& spec = plan.bias_spec;
-    run(spec, p, plan.bias_items * plan.bias_splits, spec.threads(), spec.shared_bytes(), to, args);
+    run(spec, p.device, plan.bias_items * plan.bias_splits, spec.threads(), spec.shared_bytes(), to,
+        args);
     if (plan.bias_splits == 1) return;
     GradientSumsArguments sums;
     sums.from = args.partial;
@@ -127,7 +129,7 @@ struct Backward {
     sums.to = args.dbias;
     for (int axis = 0; axis < 4; ++axis) sums.extent[axis] = args.extent[axis];
     constexpr int kThreads = kernels::kGradientSumsThreads;
-    run(kernels::GradientSumsSpec{spec.arch, spec.features.bias}, p,
+    run(kernels::GradientSumsSpec{spec.arch, spec.features.bias}, p.device,
         (plan.bias_entries + kThreads - 1) / kThreads, kThreads, 0, to, sums);
   }
 
@@ -137,7 +139,7 @@ struct Backward {
     if (plan.slopes) args.slopes = at<float>(plan.slopes_at);
     if (plan.sinks) args.sinks = at<float>(plan.sinks_at);
     const kernels::ScoreGradientsSpec& spec = plan.rows_spec;
-    run(spec, p, plan.rows_tiles, spec.threads(), spec.shared_bytes(), to, args);
+    run(spec, p.device, plan.rows_tiles, spec.threads(), spec.shared_bytes(), to, args);
     const auto sum = [&](const float* from, const Numbers& gradient) {
       HeadSumsArguments sums;
       sums.problem = args.problem;
@@ -145,8 +147,8 @@ struct Backward {
       sums.tile_q = spec.tile_q;
       sums.per_sequence = gradient.batch != 0;
       sums.to = view(gradient);
-      run(kernels::HeadSumsSpec{spec.arch}, p, p.heads_q * (sums.per_sequence ? p.batch : 1), 32, 0,
-          to, sums);
+      run(kernels::HeadSumsSpec{spec.arch}, p.device, p.heads_q * (sums.per_sequence ? p.batch : 1),
+          32, 0, to, sums);
     };
     if (plan.slopes) sum(args.slopes, t.dslopes);
     if (plan.sinks) sum(args.sinks, t.dsinks);
@@ -167,6 +169,24 @@ void run_backward(const Problem& p, const BackwardPlan& plan, const BackwardTens
   if (plan.spec.dq) call.finish_dq();
   if (plan.bias) call.run_bias();
   if (plan.slopes || plan.sinks) call.run_slopes_and_sinks();
+}
+
+void merge_states(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tensor& lse,
+                  const kernels::MergeStatesSpec& spec, void* stream) {
+  kernels::MergeStatesArguments args;
+  args.outs = outs.data;
+  args.lses = lses.data;
+  args.out = out.data;
+  args.lse = lse.data;
+  for (int axis = 0; axis < 3; ++axis) args.outs_stride[axis] = outs.stride[axis];
+  for (int axis = 0; axis < 2; ++axis) args.lses_stride[axis] = lses.stride[axis];
+  for (int axis = 0; axis < 2; ++axis) args.out_stride[axis] = out.stride[axis];
+  args.lse_stride = lse.stride[0];
+  args.parts = outs.shape[0];
+  args.rows = outs.shape[1];
+  args.dim = outs.shape[2];
+  constexpr int kWarps = kernels::kMergeStatesWarps;
+  run(spec, outs.device, (args.rows + kWarps - 1) / kWarps, 32 * kWarps, 0, Launches(stream), args);
 }
 
 }  // namespace onefold::cuda

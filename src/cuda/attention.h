@@ -11,6 +11,7 @@
 #include "cuda/launch.h"
 #include "kernels/backward_spec.h"
 #include "kernels/forward_spec.h"
+#include "kernels/merge_states_spec.h"
 
 namespace onefold::cuda {
 
@@ -28,5 +29,9 @@ void run_forward(const Problem& problem, const kernels::ForwardPlan& plan,
                  const ForwardTensors& tensors, const Launches& to, void* workspace);
 void run_backward(const Problem& problem, const kernels::BackwardPlan& plan,
                   const BackwardTensors& tensors, const Launches& to, void* workspace);
+
+// Tensors that have been checked.
+void merge_states(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tensor& lse,
+                  const kernels::MergeStatesSpec& spec, void* stream);
 
 }  // namespace onefold::cuda

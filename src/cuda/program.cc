@@ -73,6 +73,11 @@ static std::string text(const kernels::ScoreGradientsSpec& s) {
                 ", .bias = ", flag(s.bias), ", .aligned = ", flag(s.aligned),
                 ", .whole = ", flag(s.whole), ", .features = ", text(s.features), "}");
 }
+static std::string text(const kernels::MergeStatesSpec& s) {
+  return concat("{.arch = ", s.arch, ", .outs = ", element_text(s.outs),
+                ", .out = ", element_text(s.out), ", .lses = ", element_text(s.lses),
+                ", .lse = ", element_text(s.lse), "}");
+}
 static std::string text(const kernels::GradientSumsSpec& s) {
   return concat("{.arch = ", s.arch, ", .element = ", element_text(s.element), "}");
 }
@@ -136,6 +141,12 @@ jit::Program program(const kernels::HeadSumsSpec& spec) {
   made.source = source("score_gradients.cuh", "", "32", "head_sums_kernel", "HeadSumsArguments",
                        "  head_sums(arguments);\n");
   return made;
+}
+
+jit::Program program(const kernels::MergeStatesSpec& spec) {
+  return specialised(spec, "MergeStatesSpec", "merge_states_kernel", "merge_states.cuh",
+                     "32 * kMergeStatesWarps", "MergeStatesArguments",
+                     "  merge_states<kSpec>(arguments);\n");
 }
 
 jit::Program program(const kernels::MaskClassesSpec& spec) {

@@ -10,6 +10,7 @@
 #include "kernels/backward_spec.h"
 #include "kernels/forward_spec.h"
 #include "kernels/mask_classes_spec.h"
+#include "kernels/merge_states_spec.h"
 
 namespace onefold::cuda {
 
@@ -24,6 +25,7 @@ jit::Program program(const kernels::BackwardDqSpec& spec);
 jit::Program program(const kernels::ScoreGradientsSpec& spec);
 jit::Program program(const kernels::GradientSumsSpec& spec);
 jit::Program program(const kernels::HeadSumsSpec& spec);
+jit::Program program(const kernels::MergeStatesSpec& spec);
 jit::Program program(const kernels::MaskClassesSpec& spec);
 
 }  // namespace onefold::cuda

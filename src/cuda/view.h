@@ -62,8 +62,8 @@ const Kernel& kernel_of(const Spec& spec, int device, void* stream) {
 
 // One launch of the kernel of `spec`, or its program.
 template <class Spec, class Arguments>
-void run(const Spec& spec, const Problem& problem, std::int64_t blocks, int threads,
-         int shared_bytes, const Launches& to, const Arguments& arguments) {
+void run(const Spec& spec, const Device& device, std::int64_t blocks, int threads, int shared_bytes,
+         const Launches& to, const Arguments& arguments) {
   if (blocks == 0) return;
   if (to.programs != nullptr) {
     to.programs->push_back(program(spec));
@@ -73,7 +73,7 @@ void run(const Spec& spec, const Problem& problem, std::int64_t blocks, int thre
   shape.grid.x = static_cast<unsigned>(blocks);
   shape.block.x = static_cast<unsigned>(threads);
   shape.shared_bytes = static_cast<std::size_t>(shared_bytes);
-  launch(kernel_of(spec, problem.device.index, to.stream), shape, to.stream, arguments);
+  launch(kernel_of(spec, device.index, to.stream), shape, to.stream, arguments);
 }
 
 }  // namespace onefold::cuda

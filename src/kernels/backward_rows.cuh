@@ -17,6 +17,8 @@ struct BackwardRows {
   using W = Weights<kElement, kSpec.features>;
   static constexpr int kGroup = 8;  // lanes that share a row
   static constexpr int kRowsPerPass = kBackwardRowsThreads / kGroup;
+  static constexpr int kPasses = kSpec.tile_q / kRowsPerPass;
+  static_assert(kSpec.tile_q % kRowsPerPass == 0);
   static constexpr int kChunk = 16 / size_bytes(kElement);
 
   const BackwardRowsArguments& args;
@@ -88,13 +90,22 @@ struct BackwardRows {
     const i64 number = row_tile(p, tile.at.b, tile.at.h, kSpec.tile_q) + tile.row0 / kSpec.tile_q;
     float* rows = args.rows + number * kSpec.row_numbers();
     const Scores<kSpec.features> scores(p, tile.at);
+    // All loads first.
+    float sums[kPasses];
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int row = thread / kGroup + pass * kRowsPerPass;
+      const bool counts = tile.row0 + row < tile.at.n.q && args.dout.data != nullptr;
+      sums[pass] = counts ? product(row) : 0.0f;
+    }
+    clear(number);
     u32 flags = 0;
-    for (int row = thread / kGroup; row < kSpec.tile_q; row += kRowsPerPass) {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int row = thread / kGroup + pass * kRowsPerPass;
       const int i = tile.row0 + row;
       const bool used = i < tile.at.n.q;
-      float lse = 0.0f, delta = 0.0f, use = 1.0f;
-      if (used && args.dout.data != nullptr) delta = product(row);
-      delta = group_sum(delta);
+      float lse = 0.0f, delta = group_sum(sums[pass]), use = 1.0f;
       const bool one_key = sees_one_key(scores, i, used) && tile::finite(delta);
       if (used) {
         const auto load = [&](const NumbersView& view) {
@@ -123,12 +134,16 @@ struct BackwardRows {
     const u32 one_key = __syncthreads_or(flags & kRowsOneKey) ? kRowsOneKey : 0;
     if (thread == 0) {
       rows[3 * kSpec.tile_q] = __uint_as_float(not_finite | one_key);
-      if (args.turns != nullptr) args.turns[number] = 0;
     }
+  }
+
+  __forceinline__ void clear(i64 number) const {
+    if (args.turns != nullptr && thread == 0) args.turns[number] = 0;
     if constexpr (kSpec.dq) {
-      float4* sums = reinterpret_cast<float4*>(args.dq + number * kSpec.dq_numbers());
+      float4* dq = reinterpret_cast<float4*>(args.dq + number * kSpec.dq_numbers());
+#pragma unroll 4
       for (int at = thread; at < kSpec.dq_numbers() / 4; at += kBackwardRowsThreads) {
-        sums[at] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        dq[at] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       }
     }
   }

@@ -119,6 +119,7 @@ struct PortableBackward {
     const u32 num_tiles = static_cast<u32>(args.key_tiles);
     const u32 bh = item / num_tiles, num_heads = static_cast<u32>(p.heads_k);
     TileAt where{bh / num_heads, item % num_tiles};
+    if (kSpec.ordered && args.descending) where.tile = num_tiles - 1 - item % num_tiles;
     if (p.sequences.cu_k.bytes != 0) {
       where =
           packed_tile(p.sequences.cu_k, p.sequences.batch, p.sequences.rows_k, kTileK, where.tile);
@@ -177,9 +178,11 @@ struct PortableBackward {
   __forceinline__ bool present(Step step) const { return step.head < p.group; }
   // The step itself, or the first after it that has something to do. Turns must not be skipped.
   __forceinline__ Step settle(Step step) const {
-    if (tile_begin >= tile_end) return {p.group, 0};
     while (true) {
-      if (step.tile >= fact(&Facts::tile_end)) step = {step.head + 1, fact(&Facts::tile_begin)};
+      if (step.tile >= fact(&Facts::tile_end)) {
+        step = {step.head + 1, fact(&Facts::tile_begin)};
+        if (step.tile >= fact(&Facts::tile_end)) return {p.group, 0};  // no row sees these keys
+      }
       if (!present(step)) return step;
       if (!kFeatures.mask || kSpec.ordered || mask_class(step) != 0) return step;
       ++step.tile;
@@ -527,14 +530,16 @@ struct PortableBackward {
       if constexpr (kSpec.ordered) __threadfence();
     }
   }
-  // Key tiles add in ascending order: this one after those before it that see some of the rows.
+  // Key tiles add in the order of their tickets: this one after those before it that see some of the
+  // rows.
   __forceinline__ void await_turn(Step step, const u32* turn) const {
-    const int i0 = step.tile * kTileQ,
-              i1 = i0 + kTileQ < fact(&Facts::num_q) ? i0 + kTileQ : fact(&Facts::num_q);
-    const u32 mine = static_cast<u32>(fact(&Facts::key_tile) -
-                                      kv_range(p.variant, lengths(), i0, i1).begin / kTileK);
+    const int num_q = fact(&Facts::num_q), key_tile = fact(&Facts::key_tile);
+    const int i0 = step.tile * kTileQ, i1 = i0 + kTileQ < num_q ? i0 + kTileQ : num_q;
+    const TileRange keys = kv_range(p.variant, lengths(), i0, i1);
+    const i64 before =
+        args.descending ? (keys.end - 1) / kTileK - key_tile : key_tile - keys.begin / kTileK;
     if (lane == 0) {
-      while (ptx::ld_acquire(turn) != mine) {
+      while (ptx::ld_acquire(turn) != static_cast<u32>(before)) {
       }
     }
     __syncwarp();

@@ -335,6 +335,7 @@ BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t,
   plan.row_tiles = plan.query_tiles * p.heads_q * batches;
   plan.key_tiles = tiles_of(p, p.rows_k, spec.tile_k);
   spec.ordered = spec.ordered && plan.row_tiles > 0;
+  plan.descending = p.variant.band_end < kUnbounded;
   if (t.dq || t.dk || t.dv) {
     plan.blocks = plan.key_tiles * p.heads_k * batches;
     plan.mask = mask_tiles(p, spec.tile_q, spec.tile_k);
@@ -362,6 +363,12 @@ BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t,
   plan.sinks_at = workspace.take(plan.sinks ? plan.rows_tiles * 4 : 0);
   plan.workspace_bytes = workspace.bytes;
   return plan;
+}
+
+kernels::MergeStatesSpec plan_cuda_merge(const Tensor& outs, const Tensor& lses, const Tensor& out,
+                                         const Tensor& lse, const CudaFacts& facts) {
+  return {facts.arch, element_of(outs.dtype), element_of(out.dtype), element_of(lses.dtype),
+          element_of(lse.dtype)};
 }
 
 namespace {

@@ -11,6 +11,7 @@
 #include "core/problem.h"
 #include "kernels/backward_spec.h"
 #include "kernels/forward_spec.h"
+#include "kernels/merge_states_spec.h"
 
 namespace onefold {
 
@@ -35,6 +36,9 @@ kernels::BackwardPlan plan_cuda_backward(const Problem& problem, const BackwardT
 // The same for tiles at hand.
 kernels::BackwardPlan plan_cuda_backward(const Problem& problem, const BackwardTensors& tensors,
                                          const kernels::BackwardSpec& spec, const CudaFacts& facts);
+
+kernels::MergeStatesSpec plan_cuda_merge(const Tensor& outs, const Tensor& lses, const Tensor& out,
+                                         const Tensor& lse, const CudaFacts& facts);
 
 // What explain() prints: the reasons, one a line.
 std::string describe_reasons(const Problem& problem, const kernels::ForwardPlan& plan,

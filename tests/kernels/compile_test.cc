@@ -15,67 +15,24 @@
 
 #include "cuda/program.h"
 #include "onefold/error.h"
-#include "plan/cuda_plan.h"
+#include "tests/plan/cuda_question.h"
 
 namespace onefold::test {
 namespace {
-
-// An address that nobody reads, of a device that need not exist.
-Tensor place(int number, DType dtype, std::initializer_list<std::int64_t> shape) {
-  Tensor t =
-      Tensor::packed(reinterpret_cast<void*>(std::uintptr_t(number + 1) << 40), dtype, shape);
-  t.device = {DeviceType::kCuda, 0};
-  return t;
-}
-
-struct Kind {
-  const char* name;
-  int arch;
-  std::size_t shared, shared_per_sm;
-};
-constexpr Kind kKinds[] = {
-    {"sm_80", 800, 163 * 1024, 164 * 1024},   {"sm_86", 860, 99 * 1024, 100 * 1024},
-    {"sm_89", 890, 99 * 1024, 100 * 1024},    {"sm_90", 900, 227 * 1024, 228 * 1024},
-    {"sm_100", 1000, 227 * 1024, 228 * 1024}, {"sm_120", 1200, 99 * 1024, 100 * 1024},
-};
-
-struct Asked {
-  DType dtype;
-  std::int64_t dim;
-  bool options;
-};
 
 struct Planned {
   kernels::ForwardPlan forward;
   kernels::BackwardPlan backward, ordered;
 };
-Planned plan_of(const Asked& asked, const Kind& kind) {
-  const DType t = asked.dtype;
-  const std::int64_t d = asked.dim;
-  Attention a{.q = place(0, t, {2, 300, 4, d}),
-              .k = place(1, t, {2, 500, 2, d}),
-              .v = place(2, t, {2, 500, 2, d}),
-              .causal = Causal::kBottomRight};
-  Gradients g{place(3, t, {2, 300, 4, d}), place(4, t, {2, 500, 2, d}),
-              place(5, t, {2, 500, 2, d})};
-  if (asked.options) {
-    a.softcap = 3;
-    a.dropout_p = 0.1;
-    a.alibi_slopes = place(6, DType::kFloat32, {4});
-    a.sinks = place(7, DType::kFloat32, {4});
-    a.bias = place(8, t, {4, 300, 500});
-    a.mask = place(9, DType::kBool, {300, 500});
-    g.dbias = place(10, t, {4, 300, 500});
-    g.dslopes = place(11, DType::kFloat32, {4});
-    g.dsinks = place(12, DType::kFloat32, {4});
-  }
-  const Tensor out = place(13, t, {2, 300, 4, d}), dout = place(14, t, {2, 300, 4, d});
-  const Tensor lse = place(15, DType::kFloat32, {2, 4, 300});
-  const Problem p = make_problem(a, out.device);
-  const CudaFacts facts{kind.arch, 100, kind.shared, kind.shared_per_sm};
-  const BackwardTensors b = make_backward(p, a, out, lse, dout, std::nullopt, g);
-  return {plan_cuda_forward(p, make_forward(p, a, out, lse), facts),
-          plan_cuda_backward(p, b, false, facts), plan_cuda_backward(p, b, true, facts)};
+Planned plan_of(DType dtype, std::int64_t dim, bool options, const CudaKind& kind) {
+  CudaQuestion ask;
+  ask.dtype = dtype;
+  ask.dim = ask.dim_v = dim;
+  ask.options = options;
+  const Problem p = ask.problem();
+  const BackwardTensors b = ask.backward(p);
+  return {plan_cuda_forward(p, ask.forward(p), kind.facts),
+          plan_cuda_backward(p, b, false, kind.facts), plan_cuda_backward(p, b, true, kind.facts)};
 }
 
 // Tensor-core instructions (HMMA) of a cubin: 16-byte instructions whose lowest 12 bits say so, in
@@ -154,6 +111,9 @@ struct Work {
       if (b->slopes || b->sinks) add(b->rows_spec);
       if (b->slopes || b->sinks) add(kernels::HeadSumsSpec{b->spec.arch});
     }
+    for (const Element e : {Element::kFloat32, Element::kBFloat16, Element::kFloat64}) {
+      add(kernels::MergeStatesSpec{plan.forward.spec.arch, e, e});
+    }
     if (plan.forward.mask.blocks > 0) add(kernels::MaskClassesSpec{plan.forward.spec.arch});
   }
 };
@@ -189,13 +149,13 @@ void compile_all(const Work& work) {
   for (std::thread& thread : pool) thread.join();
 }
 
-class Compile : public testing::TestWithParam<Kind> {};
+class Compile : public testing::TestWithParam<CudaKind> {};
 
 TEST_P(Compile, every_row_of_the_tables_for_bfloat16_needs_no_local_memory) {
   Work work;
   for (const std::int64_t dim : {64, 128, 256}) {
     for (const bool options : {false, true}) {
-      work.add(plan_of({DType::kBFloat16, dim, options}, GetParam()));
+      work.add(plan_of(DType::kBFloat16, dim, options, GetParam()));
     }
   }
   compile_all(work);
@@ -203,19 +163,19 @@ TEST_P(Compile, every_row_of_the_tables_for_bfloat16_needs_no_local_memory) {
 
 // The other formats take the same text; two architectures stand for all.
 TEST_P(Compile, the_other_formats_need_no_local_memory) {
-  if (GetParam().arch != 800 && GetParam().arch != 900) return;
+  if (GetParam().facts.arch != 800 && GetParam().facts.arch != 900) return;
   Work work;
   for (const DType dtype : {DType::kFloat16, DType::kFloat32}) {
     for (const std::int64_t dim : {64, 128, 256}) {
       for (const bool options : {false, true}) {
-        work.add(plan_of({dtype, dim, options}, GetParam()));
+        work.add(plan_of(dtype, dim, options, GetParam()));
       }
     }
   }
   compile_all(work);
 }
 
-INSTANTIATE_TEST_SUITE_P(For, Compile, testing::ValuesIn(kKinds),
+INSTANTIATE_TEST_SUITE_P(For, Compile, testing::ValuesIn(kCudaKinds),
                          [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

@@ -112,7 +112,7 @@ std::vector<BackwardTile> backward_candidates(std::int64_t dim) {
             {32, 128, 32, 8, false, 2, 1}, {32, 64, 32, 4, true, 2, 2},
             {64, 64, 64, 4, false, 1, 2}};
   }
-  return {{32, 64, 32, 8, true, 2, 1}, {64, 64, 64, 8, true, 1, 1}, {32, 64, 32, 8, true, 1, 1}};
+  return {{32, 64, 32, 8, true, 2, 1}, {64, 64, 64, 8, true, 1, 1}, {64, 64, 64, 8, true, 2, 1}};
 }
 
 template <class Call>

@@ -349,6 +349,62 @@ std::string compile(const Wish& wish, std::uint64_t seed) {
   return text + "registers";
 }
 
+// Partial results merged on the device, against the formula in double.
+bool check_merging(const Options& options) {
+  Random r(options.seed);
+  bool ok = true;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
+    const std::int64_t parts = r.integer(1, 6), rows = r.integer(1, 99), dim = r.integer(1, 130);
+    const DType lse_dtype = dtype == DType::kFloat64 ? dtype : DType::kFloat32;
+    Slabs slabs(true);
+    const auto make = [&](DType type, std::initializer_list<std::int64_t> shape, auto&& fill) {
+      Tensor t = Tensor::packed(nullptr, type, shape);
+      t.data = slabs.add(std::size_t(t.elements() * size_bytes(type)), 0);
+      for_each_element(t, [&](std::int64_t at) { store_number(t.data, type, at, fill()); });
+      return t;
+    };
+    const auto no_number = [] { return 0.0; };
+    const Tensor outs = make(dtype, {parts, rows, dim}, [&] { return r.normal(); });
+    const Tensor lses = make(lse_dtype, {parts, rows}, [&] {
+      return r.chance(0.2) ? -std::numeric_limits<double>::infinity() : 3 * r.normal();
+    });
+    const Tensor out = make(dtype, {rows, dim}, no_number),
+                 lse = make(lse_dtype, {rows}, no_number);
+    Context context;
+    context.device = {DeviceType::kCuda, 0};
+    merge_states(context, slabs.there(outs), slabs.there(lses), slabs.there(out), slabs.there(lse));
+    slabs.fetch(out);
+    slabs.fetch(lse);
+    const std::vector<double> all = numbers(outs), all_lses = numbers(lses);
+    const std::vector<double> got = numbers(out), got_lse = numbers(lse);
+    const bool wide = dtype == DType::kFloat64;
+    const double u = wide ? 0x1p-50 : kU32, stored = wide ? 0x1p-53 : unit(dtype);
+    for (std::int64_t row = 0; row < rows; ++row) {
+      double top = -std::numeric_limits<double>::infinity(), sum = 0;
+      for (std::int64_t n = 0; n < parts; ++n) top = std::max(top, all_lses[n * rows + row]);
+      const auto share = [&](std::int64_t n) {
+        return std::isinf(top) ? 0 : std::exp(all_lses[n * rows + row] - top);
+      };
+      for (std::int64_t n = 0; n < parts; ++n) sum += share(n);
+      const double want_lse = sum > 0 ? top + std::log(sum) : top;
+      ok &= got_lse[row] == want_lse ||
+            std::fabs(got_lse[row] - want_lse) <= u * (4 + std::fabs(want_lse));
+      for (std::int64_t d = 0; d < dim; ++d) {
+        double want = 0, size = 0;
+        for (std::int64_t n = 0; sum > 0 && n < parts; ++n) {
+          want += share(n) / sum * all[(n * rows + row) * dim + d];
+          size += std::fabs(share(n) / sum * all[(n * rows + row) * dim + d]);
+        }
+        const double bound = double(parts + 3) * u * size + stored * std::fabs(want) + 0x1p-25;
+        ok &= std::fabs(got[row * dim + d] - want) <= (wide ? bound - 0x1p-25 : bound);
+      }
+    }
+    std::printf("%s merging %s, %lld parts\n", ok ? "ok  " : "FAIL", name(dtype),
+                static_cast<long long>(parts));
+  }
+  return ok;
+}
+
 int main_of(const Options& options) {
   const std::vector<Wish> wishes = all_wishes(options);
   const int threads = options.threads > 0 ? options.threads
@@ -386,6 +442,7 @@ int main_of(const Options& options) {
   for (std::thread& thread : pool) thread.join();
   std::printf("%zu cases, %zu failed, worst error / bound %.3f\n", wishes.size(), failed.load(),
               worst);
+  if (!options.host && !options.compile && options.only.empty()) failed += !check_merging(options);
   return failed == 0 ? 0 : 1;
 }
 

@@ -147,6 +147,20 @@ TEST(Fragment, accumulators_become_an_operand_without_moving_between_threads) {
   }
 }
 
+// What is stored at place_of_depth is read by ldmatrix as the operand whose depths come in pairs.
+TEST(Fragment, depths_stored_in_pairs_are_read_in_pairs) {
+  std::set<int> places;
+  for (int depth = 0; depth < 8; ++depth) places.insert(place_of_depth(depth));
+  EXPECT_EQ(places.size(), 8u);
+  for (int lane = 0; lane < kWarp; ++lane) {
+    for (int half = 0; half < 2; ++half) {
+      const int word =
+          a_byte(8 * 2 * half) / 4 + lane % 4;  // of matrix 0 or 2, a row's first or last 16 bytes
+      EXPECT_EQ(place_of_depth(paired_depth(lane, half)), word);
+    }
+  }
+}
+
 TEST(Fragment, every_accumulator_has_one_owner) {
   std::set<std::pair<int, int>> places;
   for (int lane = 0; lane < kWarp; ++lane) {

@@ -40,6 +40,35 @@ TEST(PackedTiles, every_row_of_every_sequence_and_beyond_has_one_tile) {
   }
 }
 
+// Backward keeps what it knows of a tile of rows under its number.
+TEST(RowTiles, every_tile_with_rows_has_a_number_of_its_own) {
+  test::Random random(test::base_seed());
+  for (int idx = 0; idx < 200; ++idx) {
+    SCOPED_TRACE(test::reproduce(idx));
+    const bool packed = random.chance(0.5);
+    const i64 tile_rows = 1 << random.integer(0, 5);
+    std::vector<i64> cu{0};
+    ProblemView p;
+    p.sequences.batch = random.integer(1, 5);
+    p.heads_q = static_cast<int>(random.integer(1, 3));
+    for (int b = 0; b < p.sequences.batch; ++b) cu.push_back(cu.back() + random.integer(0, 70));
+    if (packed) p.sequences.cu_q = view(cu);
+    p.sequences.rows_q = packed ? cu.back() + random.integer(0, 40) : random.integer(1, 70);
+    p.query_tiles =
+        static_cast<int>(tiles_per_head(p.sequences.rows_q, tile_rows, packed, p.sequences.batch));
+    const i64 all = i64{p.query_tiles} * p.heads_q * (packed ? 1 : p.sequences.batch);
+    std::set<i64> seen;
+    for (i64 item = 0; item < all; ++item) {
+      const QueryTile t = query_tile_at(p, static_cast<u32>(item), static_cast<int>(tile_rows));
+      if (!t.present()) continue;
+      const i64 number = row_tile(p, t.at.b, t.at.h, tile_rows) + t.row0 / tile_rows;
+      ASSERT_GE(number, 0);
+      ASSERT_LT(number, all);
+      ASSERT_TRUE(seen.insert(number).second);
+    }
+  }
+}
+
 TEST(PackedTiles, sequences_lie_where_the_offsets_say) {
   const std::vector<i32> cu_q{0, 3, 3, 10}, cu_k{0, 5, 9, 9}, used{2, 0, 4};
   SequencesView s;

@@ -1,44 +1,184 @@
-// What a plan knows of devices that are not here.
+// Plans for CUDA devices, made without one: what they must cover, what must fit, how they may grow.
 
 #include "plan/cuda_plan.h"
 
 #include <gtest/gtest.h>
 
-#include <string>
+#include <set>
+#include <utility>
 
-#include "onefold/attention.h"
+#include "onefold/error.h"
+#include "tests/plan/cuda_question.h"
 
-namespace onefold {
+namespace onefold::test {
 namespace {
 
-TEST(CudaFacts, a_block_may_have_all_shared_memory_but_a_kibibyte) {
-  for (const int arch : {800, 860, 890, 900, 1000, 1200}) {
-    const CudaFacts facts = cuda_facts_of(arch);
-    EXPECT_EQ(facts.arch, arch);
-    EXPECT_EQ(facts.shared_bytes + 1024, facts.shared_bytes_per_sm);
+TEST(CudaPlan, every_head_dim_and_format_has_tiles_that_fit_every_device) {
+  for (const CudaKind& kind : kCudaKinds) {
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
+      for (const bool options : {false, true}) {
+        for (std::int64_t dim = 1; dim <= 256; dim += dim < 8 ? 1 : 8) {
+          for (const std::int64_t dim_v : {dim, std::int64_t{1}, std::int64_t{256}}) {
+            SCOPED_TRACE(concat(kind.name, " ", name(dtype), " ", dim, " ", dim_v, " ", options));
+            CudaQuestion ask;
+            ask.dtype = dtype;
+            ask.dim = dim;
+            ask.dim_v = dim_v;
+            ask.options = options;
+            const Problem p = ask.problem();
+            const kernels::ForwardPlan f = plan_cuda_forward(p, ask.forward(p), kind.facts);
+            const kernels::BackwardPlan b =
+                plan_cuda_backward(p, ask.backward(p), true, kind.facts);
+            ASSERT_EQ(f.spec.invalid(), nullptr);
+            ASSERT_EQ(b.spec.invalid(), nullptr);
+            ASSERT_LE(std::size_t(f.spec.shared_bytes()), kind.facts.shared_bytes);
+            ASSERT_LE(std::size_t(b.spec.shared_bytes()), kind.facts.shared_bytes);
+            ASSERT_LE(std::size_t(b.spec.blocks_per_sm) * (b.spec.shared_bytes() + 1024),
+                      kind.facts.shared_bytes_per_sm);
+            ASSERT_GE(b.spec.dim, dim);
+            ASSERT_GE(b.spec.dim_v, dim_v);
+            if (!options) continue;
+            ASSERT_EQ(b.bias_spec.invalid(), nullptr);
+            ASSERT_LE(std::size_t(b.bias_spec.shared_bytes()), kind.facts.shared_bytes);
+            ASSERT_LE(std::size_t(b.rows_spec.shared_bytes()), kind.facts.shared_bytes);
+          }
+        }
+      }
+    }
   }
-  EXPECT_EQ(cuda_facts_of(900).shared_bytes, 227u * 1024);
 }
 
-TEST(CudaFacts, an_unknown_architecture_is_refused_with_those_that_are_known) {
-  try {
-    cuda_facts_of(910);
-    FAIL() << "no error";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
-    EXPECT_EQ(std::string(error.what()).substr(0, 34), "arch is 91: one of 80, 86, 87, 89,");
+TEST(CudaPlan, backward_covers_all_rows_and_keys) {
+  for (const auto& [sq, sk] : {std::pair{1, 1}, {63, 65}, {128, 128}, {1000, 3}, {0, 7}, {7, 0}}) {
+    CudaQuestion ask;
+    ask.sq = sq;
+    ask.sk = sk;
+    const Problem p = ask.problem();
+    const auto plan = plan_cuda_backward(p, ask.backward(p), false, kCudaKinds[3].facts);
+    EXPECT_EQ(plan.query_tiles, (sq + plan.spec.tile_q - 1) / plan.spec.tile_q);
+    EXPECT_EQ(plan.key_tiles, (sk + plan.spec.tile_k - 1) / plan.spec.tile_k);
+    EXPECT_EQ(plan.row_tiles, plan.query_tiles * ask.heads * ask.batch);
+    EXPECT_EQ(plan.blocks, plan.key_tiles * ask.kv_heads * ask.batch);
   }
 }
 
-TEST(WarmUp, the_cpu_has_nothing_to_make_ready) {
-  float x[8] = {};
-  const Tensor t = Tensor::packed(x, DType::kFloat32, {1, 2, 1, 4});
-  const Attention question{.q = t, .k = t, .v = t};
-  EXPECT_TRUE(warm_up({}, question).empty());
-  Gradients wanted;
-  wanted.dq = t;
-  EXPECT_TRUE(warm_up({}, question, wanted).empty());
+// The warps that share dQ of a tile own each of its numbers once.
+TEST(CudaPlan, every_number_of_dq_has_one_owner) {
+  for (const CudaKind& kind : kCudaKinds) {
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+      for (std::int64_t dim = 32; dim <= 256; dim += 32) {
+        CudaQuestion ask;
+        ask.dtype = dtype;
+        ask.dim = ask.dim_v = dim;
+        const Problem p = ask.problem();
+        const auto s = plan_cuda_backward(p, ask.backward(p), false, kind.facts).spec;
+        SCOPED_TRACE(concat(kind.name, " ", name(dtype), " ", dim));
+        ASSERT_LE(s.warps_q() * s.warps_d(), s.warps);
+        ASSERT_EQ(s.warps_q() * s.dq_rows(), s.tile_q);
+        ASSERT_EQ(s.warps_d() * s.dq_columns(), s.dim);
+        ASSERT_EQ(s.dq_rows() % 16, 0);
+        ASSERT_EQ(s.dq_columns() % 16, 0);
+        EXPECT_GE(2 * s.warps_q() * s.warps_d(), s.warps) << "most warps are idle";
+      }
+    }
+  }
+}
+
+TEST(CudaPlan, the_workspace_of_backward_grows_with_the_queries_alone) {
+  std::int64_t before = 0;
+  for (std::int64_t n = 1 << 10; n <= 1 << 18; n *= 2) {
+    CudaQuestion ask;
+    ask.batch = 1;
+    ask.sq = ask.sk = n;
+    const Problem p = ask.problem();
+    const auto plan = plan_cuda_backward(p, ask.backward(p), true, kCudaKinds[3].facts);
+    const std::int64_t dq_bytes = n * ask.heads * ask.dim * 4;
+    EXPECT_GE(plan.workspace_bytes, dq_bytes);
+    EXPECT_LE(plan.workspace_bytes, dq_bytes + n * ask.heads * 16 + 4096);
+    if (before > 0) {
+      EXPECT_LE(plan.workspace_bytes, 2 * before);
+    }
+    before = plan.workspace_bytes;
+  }
+}
+
+TEST(CudaPlan, a_bias_that_many_positions_share_is_summed_by_many_blocks) {
+  const auto plan_with = [](std::initializer_list<std::int64_t> shape, std::int64_t n) {
+    CudaQuestion ask;
+    ask.sq = ask.sk = n;
+    Attention a = ask.attention();
+    a.bias = cuda_tensor(20, DType::kFloat32, shape);
+    const Problem p = make_problem(a, {DeviceType::kCuda, 0});
+    BackwardTensors t = ask.backward(ask.problem());
+    t.dbias = p.bias;
+    t.dbias.data = reinterpret_cast<void*>(std::uintptr_t{77} << 40);
+    return plan_cuda_backward(p, t, false, kCudaKinds[3].facts);
+  };
+  const auto one = plan_with({1}, 4096), full = plan_with({2, 4, 512, 512}, 512);
+  EXPECT_EQ(one.bias_entries, 1);
+  EXPECT_GE(one.bias_items * one.bias_splits, 264);
+  EXPECT_EQ(full.bias_splits, 1);
+  EXPECT_EQ(full.bias_entries, 2 * 4 * 512 * 512);
+  EXPECT_GE(full.bias_items, 2 * 4 * 8 * 8);
+}
+
+TEST(CudaPlan, turns_are_taken_only_where_bits_must_repeat) {
+  CudaQuestion ask;
+  const Problem p = ask.problem();
+  BackwardTensors t = ask.backward(p);
+  EXPECT_FALSE(plan_cuda_backward(p, t, false, kCudaKinds[3].facts).spec.ordered);
+  EXPECT_TRUE(plan_cuda_backward(p, t, true, kCudaKinds[3].facts).spec.ordered);
+  t.dq = {};
+  const auto without = plan_cuda_backward(p, t, true, kCudaKinds[3].facts);
+  EXPECT_FALSE(without.spec.ordered);
+  EXPECT_FALSE(without.spec.dq);
+  EXPECT_LT(without.workspace_bytes,
+            plan_cuda_backward(p, ask.backward(p), true, kCudaKinds[3].facts).workspace_bytes);
+}
+
+TEST(CudaPlan, without_gradients_of_q_k_and_v_the_main_kernel_does_not_run) {
+  CudaQuestion ask;
+  ask.options = true;
+  const Problem p = ask.problem();
+  BackwardTensors t = ask.backward(p);
+  t.dq = t.dk = t.dv = {};
+  const auto plan = plan_cuda_backward(p, t, false, kCudaKinds[3].facts);
+  EXPECT_EQ(plan.blocks, 0);
+  EXPECT_EQ(plan.mask.blocks, 0);
+  EXPECT_TRUE(plan.bias && plan.slopes && plan.sinks);
+}
+
+TEST(CudaPlan, what_no_kernel_does_is_said_in_one_sentence) {
+  CudaQuestion ask;
+  const auto complaint = [&](const CudaFacts& facts) -> std::string {
+    try {
+      const Problem p = ask.problem();
+      plan_cuda_backward(p, ask.backward(p), false, facts);
+    } catch (const Error& e) {
+      return e.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(complaint(kCudaKinds[0].facts), "");
+  EXPECT_NE(complaint({750, 40, 64 * 1024, 64 * 1024}).find("capability 7.5"), std::string::npos);
+  ask.dim = 257;
+  EXPECT_NE(complaint(kCudaKinds[0].facts).find("head_dim is 257"), std::string::npos);
+}
+
+TEST(CudaPlan, reasons_of_backward_name_what_makes_it_slow) {
+  CudaQuestion ask;
+  ask.options = true;
+  const Problem p = ask.problem();
+  const auto reasons = [&](bool deterministic) {
+    const CudaFacts& facts = kCudaKinds[3].facts;
+    return describe_reasons(p, plan_cuda_backward(p, ask.backward(p), deterministic, facts), facts);
+  };
+  for (const char* part : {"causal or window", "mask:", "gradient of bias", "alibi_slopes"}) {
+    EXPECT_NE(reasons(false).find(part), std::string::npos) << part;
+  }
+  EXPECT_NE(reasons(false).find("atomic"), std::string::npos);
+  EXPECT_NE(reasons(true).find("deterministic"), std::string::npos);
 }
 
 }  // namespace
-}  // namespace onefold
+}  // namespace onefold::test

@@ -167,13 +167,13 @@ def test_f05_5_a_simulated_ring_does_not_see_what_its_buffers_held(fill, ranks, 
     starts = [0, 40, 64]
 
     def ring() -> Found:
-        out = torch.full((total, 2, dim), fill, dtype=torch.bfloat16)
-        lse = torch.full((2, total), fill)
+        out = torch.full((total, 2, dim), fill, dtype=torch.bfloat16, device=device)
+        lse = torch.full((2, total), fill, device=device)
         for start, rows, n in zip(starts, [40, 24, padded], lengths, strict=True):
             share = -(-n // ranks)
             outs, lses = [], []
             for rank in range(ranks):
-                part = torch.full((1, rows, 2, dim), fill, dtype=torch.bfloat16)
+                part = torch.full_like(out[:rows], fill)[None]
                 keys = slice(start + min(n, rank * share), start + min(n, (rank + 1) * share))
                 at = slice(start, start + rows)
                 _, part_lse = onefold.attention(
@@ -184,7 +184,7 @@ def test_f05_5_a_simulated_ring_does_not_see_what_its_buffers_held(fill, ranks, 
                 lses.append(part_lse)
             merged, merged_lse = onefold.merge_states(outs, lses)
             out[start : start + rows], lse[:, start : start + rows] = merged[0], merged_lse[0]
-        return Found(out, lse)
+        return Found(out.cpu(), lse.cpu())
 
     first = ring()
     for _ in range(5):

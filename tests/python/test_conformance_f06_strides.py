@@ -156,22 +156,22 @@ def test_f06_6_the_strides_of_out_are_honoured_and_nothing_else_is_written(layou
 def test_f06_6_out_inside_a_larger_buffer_leaves_the_rest_alone(dtype, device):
     case = make_case("normal", dtype, (2, 37, 70, 3, 1, 9, 11))
     want = run(case, device, backward=False).out
-    out = surrounded(torch.zeros_like(want))
+    out = surrounded(torch.zeros_like(want).to(device))
     before = surroundings(out)
-    onefold.attention(case.q, case.k, case.v, out=out)
-    assert_same_bits(out.contiguous(), want)
+    onefold.attention(*(x.to(device) for x in (case.q, case.k, case.v)), out=out)
+    assert_same_bits(out.contiguous().cpu(), want)
     assert_same_bits(surroundings(out), before)
 
 
 @pytest.mark.parametrize("how", ["itself", "shifted", "stride 0", "inside k"])
 def test_f06_6_an_out_that_overlaps_is_refused(how, device):
-    x = torch.randn(2, 8, 2, 8, generator=seeded())
+    x = torch.randn(2, 8, 2, 8, generator=seeded()).to(device)
     q, k, v = (x.clone() for _ in range(3))
     flat = q.view(-1)
     out = {
         "itself": lambda: q,
         "shifted": lambda: torch.cat([flat, flat]).as_strided(q.shape, q.stride(), 0),
-        "stride 0": lambda: torch.empty(1, 8, 2, 8).expand(2, 8, 2, 8),
+        "stride 0": lambda: x.new_empty(1, 8, 2, 8).expand(2, 8, 2, 8),
         "inside k": lambda: k[:, :, :],
     }[how]()
     if how == "shifted":

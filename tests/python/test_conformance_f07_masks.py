@@ -10,7 +10,17 @@ import pytest
 import torch
 
 import onefold
-from gates import FLOATS, Case, assert_same_bits, hold_bounds, make_case, normal, run, wide
+from gates import (
+    FLOATS,
+    Case,
+    assert_same_bits,
+    hold_bounds,
+    make_case,
+    moved,
+    normal,
+    run,
+    wide,
+)
 from naive import visible
 
 INF = math.inf
@@ -23,6 +33,7 @@ def seeded(draw: int = 0) -> torch.Generator:
 def seen_by(device, sq, sk, heads=1, kv_heads=1, batch=1, dtype=torch.float32, **options):
     """(batch, heads, sq, sk), True where a query sees a key, in forward and in backward."""
     g = seeded()
+    options = {name: moved(x, device) for name, x in options.items()}
     q = (normal(g, batch, sq, heads, 4) / 4).to(dtype).to(device)
     k = (normal(g, batch, sk, kv_heads, 4) / 4).to(dtype).to(device)
     one_hot = torch.eye(sk, dtype=dtype, device=device).view(1, sk, 1, sk)

@@ -563,7 +563,7 @@ def test_parts_merge_on_the_device_with_gradients():
 
 def test_merging_parts_of_two_devices_is_refused():
     outs, lses = torch.zeros(2, 3, 4, device="cuda"), torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"^lses is on cpu: outs is on cuda:0"):
+    with pytest.raises(ValueError, match=r"^lses is on the CPU: the call runs on CUDA device 0"):
         onefold.merge_states(outs, lses)
 
 

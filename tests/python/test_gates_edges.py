@@ -202,7 +202,7 @@ def test_a_key_that_some_rows_see_makes_those_rows_nan_and_no_other(
 
 @pytest.mark.parametrize("size", [1e5, 1e7, 1e9, 1e12, 1e30])
 def test_huge_scores_are_one_hot_of_the_maximum_and_ties_share(size, device):
-    for dtype in (torch.float32, torch.float64):
+    for dtype in (torch.float32, torch.float64) if device == "cpu" else (torch.float32,):
         q = torch.full((1, 1, 1, 1), size**0.5, dtype=dtype)
         k = torch.tensor([1.0, -3.0, 2.0, 2.0, 0.0], dtype=dtype).view(1, 5, 1, 1) * size**0.5
         v = torch.tensor([1.0, 5.0, 3.0, 7.0, 9.0], dtype=dtype).view(1, 5, 1, 1)

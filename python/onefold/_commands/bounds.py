@@ -67,22 +67,28 @@ def of_small_ds(name: str, q: Any, k: Any, scale: float | None) -> float:
 
 
 def _tensor_core_sizes(dtype: str, head_dim: int, num_keys: int, num_rows: int) -> dict[str, float]:
-    """Tensor cores truncate, so that a sum errs by twice the roundoff; weights are stored in 16
-    bits, and float32 products are made of three, good to 2^-21; the reference of a row moves at
-    most 16 times, by an inexact factor."""
+    """Tensor cores truncate: each step of 16 elements, or of 8 thrice for float32, errs by up to
+    twice the roundoff, always downwards, so that long sums of one sign grow with the number of
+    steps. Weights are stored in 16 bits, and float32 products are made of three, good to 2^-21; the
+    reference of a row moves at most 16 times, by an inexact factor."""
     u = UNIT["float32"]
+
+    def summed(n: int) -> float:
+        steps = 3 * -(-n // 8) if dtype == "float32" else -(-n // 16)
+        return max(gamma(n, 2 * u), steps * 2 * u)
+
     split = 2.0**-21 if dtype == "float32" else 0.0
     weight = split or UNIT[dtype]
-    product = gamma(head_dim + 2, 2 * u) + split
+    product = summed(head_dim + 2) + split
     return {
         "score": product,
         "added": 8 * u,
         "exponent": 2 * u,
         "weight": (16 + 5 * min(num_keys / 16 + 1, 16)) * u,
-        "sum": 2 * gamma(num_keys, 2 * u) + weight + split + 6 * u,
+        "sum": gamma(num_keys, 2 * u) + summed(num_keys) + weight + split + 6 * u,
         "underflow": 2.0**-25 if dtype == "float16" else 2.0**-126,
         "out": UNIT[dtype],
         "lse": 4 * u,
         "product": product,
-        "accumulate": gamma(max(num_rows, num_keys), 2 * u) + weight + split + 4 * u,
+        "accumulate": summed(max(num_rows, num_keys)) + weight + split + 4 * u,
     }
