@@ -172,11 +172,11 @@ def check_said_once(path: str, text: str):
 
 def check_gil(path: str, text: str):
     """nanobind's own guards abort a process that ends while a daemon thread is inside a call."""
-    if path == "python/onefold/py_gil.h":
+    if path == "python/binding/gil.h":
         return
     for number, line in enumerate(blank_comments(text).splitlines(), 1):
         if "gil_scoped_release" in line:
-            yield number, "gil_scoped_release: the lock is let go by WithoutGil of py_gil.h alone"
+            yield number, "gil_scoped_release: the lock is let go by WithoutGil of gil.h alone"
 
 
 def check_tool_versions():

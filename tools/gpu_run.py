@@ -149,9 +149,8 @@ def sanitizer(args: argparse.Namespace) -> Iterator[Record]:
 def bench(args: argparse.Namespace) -> Iterator[Record]:
     """Speed and error beside what PyTorch has."""
     out = HERE / "bench.jsonl"
-    status, _ = run(
-        sys.executable, "-m", "onefold.cli", "bench", "--device", "cuda", "--out", out, *args.bench
-    )
+    command = [sys.executable, "-m", "onefold._commands.cli", "bench", "--device", "cuda"]
+    status, _ = run(*command, "--out", out, *args.bench)
     if status == 0:
         for line in out.read_text(encoding="utf-8").splitlines():
             yield json.loads(line)

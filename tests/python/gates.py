@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 import onefold
-from onefold import _bounds, reference
-from onefold._bounds import gamma
+from onefold import reference
+from onefold._commands import bounds
+from onefold._commands.bounds import gamma
 
 FLOATS = {
     "float32": torch.float32,
@@ -34,8 +35,8 @@ FLOATS = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-UNIT = {dtype: _bounds.UNIT[name] for name, dtype in FLOATS.items()}
-TINY = {dtype: _bounds.TINY[name] for name, dtype in FLOATS.items()}
+UNIT = {dtype: bounds.UNIT[name] for name, dtype in FLOATS.items()}
+TINY = {dtype: bounds.TINY[name] for name, dtype in FLOATS.items()}
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
 
 
@@ -390,7 +391,7 @@ def tensor_core_sizes(case: Case, backward: bool = False) -> dict[str, float]:
     rows = case.q.shape[0] * (case.q.shape[1] if case.q.dim() == 4 else 1) * case.q.shape[-2]
     dim = max(case.q.shape[-1], case.v.shape[-1])
     dtype = str(case.dtype).removeprefix("torch.")
-    return _bounds.sizes(dtype, dim, case.longest_keys, rows, "cuda", backward)
+    return bounds.sizes(dtype, dim, case.longest_keys, rows, "cuda", backward)
 
 
 def backward_sizes(case: Case, device: str = "cpu") -> dict[str, float]:
@@ -497,7 +498,7 @@ def hold_gradients(case: Case, found: Found, device: str = "cpu") -> dict[str, f
         bound = slack * grown * total(size, getattr(case.gradient_terms, name))
         bound = bound + tiny_out.get(name, 0.0)
         if device == "cuda":
-            bound = bound + _bounds.of_small_ds(name, case.q, case.k, case.options.get("scale"))
+            bound = bound + bounds.of_small_ds(name, case.q, case.k, case.options.get("scale"))
         bound = bound + UNIT[got.dtype] * want.abs().nan_to_num(0.0) + TINY[got.dtype]
         worst[name] = assert_within(got, want, bound, f"{case.name}: gradient of {name}")
     return worst

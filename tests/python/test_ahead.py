@@ -9,7 +9,8 @@ import os
 import pytest
 
 import onefold
-from onefold import _core, _problems, cli
+from onefold import _core
+from onefold._commands import cli, problems
 
 torch = pytest.importorskip("torch")
 
@@ -65,7 +66,7 @@ def test_prebuild_compiles_for_gpus_that_are_not_here_and_only_once(cache, tmp_p
 
 def test_a_problem_with_every_option_asks_for_the_kernels_of_each(cache):
     needs_a_compiler()
-    (asked,) = _problems.read(json.dumps(OPTIONS))
+    (asked,) = problems.read(json.dumps(OPTIONS))
     names = [line.split(" for ")[0] for line in _core.prebuild(*asked.question, None, False, 900)]
     assert names == ["mask_classes", "portable_forward"]
 

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from onefold import _core, cli
+from onefold import _core
+from onefold._commands import cli
 
 NUMBERS = ("registers", "spill_store_bytes", "spill_load_bytes", "local_bytes")
 SPILLED = {"registers": 255, "spill_store_bytes": 8, "spill_load_bytes": 12, "local_bytes": 16}

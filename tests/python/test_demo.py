@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from onefold import demo, plots  # noqa: E402
+from onefold._commands import demo, plots  # noqa: E402
 from onefold._demo import checks, sweep, training  # noqa: E402
 from onefold._demo.attentions import ATTENTIONS, plain  # noqa: E402
 from onefold._demo.transformer import Config, Transformer, rotate, rotation  # noqa: E402

@@ -21,7 +21,8 @@ np = pytest.importorskip("numpy")
 from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 
 import onefold  # noqa: E402
-from onefold import _core, cli  # noqa: E402
+from onefold import _core  # noqa: E402
+from onefold._commands import cli  # noqa: E402
 from onefold._options import NAMES, SEED, arguments  # noqa: E402
 
 

@@ -384,7 +384,7 @@ def test_what_attention_is_asked_the_oracle_explain_and_warmup_can_be_asked(caps
 @pytest.mark.skipif(shutil.which("git") is None, reason="git makes the other repository")
 def test_a_benchmark_records_the_commit_that_was_built_and_no_other(tmp_path) -> None:
     """Not that of a repository which happens to hold the environment."""
-    from onefold import bench
+    from onefold._commands import bench
 
     text = bench.commit()
     assert re.fullmatch(r"[0-9a-f]{40,}\+?|unknown", text)
@@ -395,7 +395,7 @@ def test_a_benchmark_records_the_commit_that_was_built_and_no_other(tmp_path) ->
     package = Path(onefold.__file__).parent
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(package, tmp_path / "onefold", ignore=ignore)
-    code = "from onefold import bench; print(bench.facts()['commit'])"
+    code = "from onefold._commands import bench; print(bench.facts()['commit'])"
     enclosed = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from onefold import _core, _problems
+from onefold import _core
+from onefold._commands import problems
 from onefold._options import DIFFERENTIABLE
 
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prebuild = actions.add_parser(
         "prebuild",
         help="compile the kernels of a list of problems, for GPUs that need not be here",
-        description=_problems.__doc__,
+        description=problems.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     prebuild.add_argument("problems", help="a file of JSON, or - for standard input")
@@ -83,7 +84,7 @@ def table(entries: list[dict[str, Any]], *, long: bool) -> str:
     return "\n".join(lines)
 
 
-def prebuild(asked: list[_problems.Asked], archs: list[int]) -> set[str]:
+def prebuild(asked: list[problems.Asked], archs: list[int]) -> set[str]:
     """Compiles, with as many threads as there are processors; returns the kernels."""
     calls = []
     for arch in archs:
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{count} new in {args.folder}: use it with ONEFOLD_CACHE_DIR={args.folder}")
     elif args.action == "prebuild":
         text = sys.stdin.read() if args.problems == "-" else Path(args.problems).read_text("utf-8")
-        asked = _problems.read(text)
+        asked = problems.read(text)
         try:
             before = len(_core.cache_entries())
             kernels = prebuild(asked, args.arch)

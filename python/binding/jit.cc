@@ -1,13 +1,14 @@
 // The run-time compiler and its cache in onefold._core: where to look for NVRTC, and what
 // `onefold cache` shows and does.
+#include "jit/jit.h"
+
 #include <nanobind/nanobind.h>
 
 #include <string>
 
-#include "jit/jit.h"
+#include "arguments.h"
 #include "jit/settings.h"
 #include "jit/store.h"
-#include "py_arguments.h"
 
 namespace nb = nanobind;
 

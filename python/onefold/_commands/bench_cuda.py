@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from onefold import _core
 
 if TYPE_CHECKING:
-    from onefold.bench import Attention, Case
+    from onefold._commands.bench import Attention, Case
 
 MIN_SECONDS = 4e-3  # of a sample
 PROBE_SIZE = 8192  # of the square matrices whose product is the probe
@@ -29,7 +29,7 @@ def sdpa_by(backend: str) -> Attention:
     """torch's attention by one of its backends; RuntimeError where that does not do it."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from onefold.bench import sdpa_attention
+    from onefold._commands.bench import sdpa_attention
 
     def attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
         with sdpa_kernel(getattr(SDPBackend, BACKENDS[backend])):
@@ -75,7 +75,13 @@ def measure(case: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
 
     import torch
 
-    from onefold.bench import error_of, make_call, make_inputs, onefold_attention, record_of
+    from onefold._commands.bench import (
+        error_of,
+        make_call,
+        make_inputs,
+        onefold_attention,
+        record_of,
+    )
 
     x = make_inputs(case)
     calls: dict[str, Callable[[], Any]] = {}
@@ -122,7 +128,7 @@ def device_facts(dtype: str) -> list[dict[str, Any]]:
     """The device, what a first call costs, and what a call costs the host."""
     import torch
 
-    from onefold.bench import onefold_attention, sdpa_attention
+    from onefold._commands.bench import onefold_attention, sdpa_attention
 
     q, k, v = (
         torch.randn(1, 64, 4, 64, device="cuda", dtype=getattr(torch, dtype)) for _ in range(3)

@@ -13,11 +13,11 @@
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "cpu/cpu.h"
+#include "gil.h"
 #include "onefold/attention.h"
-#include "py_arguments.h"
-#include "py_gil.h"
-#include "py_tensor.h"
+#include "tensor.h"
 
 namespace nb = nanobind;
 

@@ -21,7 +21,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onefold import __version__, _core, bench_cuda
+from onefold import __version__, _core
+from onefold._commands import bench_cuda
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -264,7 +265,7 @@ def record_of(
 
 def commit() -> str:
     """The one this package was built from, with "+" for changes on top, or "unknown"."""
-    built = Path(__file__).with_name("commit.txt")
+    built = Path(__file__).parent.with_name("commit.txt")
     return built.read_text().strip() if built.exists() else "unknown"
 
 

@@ -1,10 +1,11 @@
 // The oracle in onefold._core. An array returns as (shape, bytearray of float64, row-major), which
 // both torch and NumPy wrap without a copy.
+#include "reference/reference.h"
+
 #include <nanobind/nanobind.h>
 
-#include "py_arguments.h"
-#include "py_gil.h"
-#include "reference/reference.h"
+#include "arguments.h"
+#include "gil.h"
 
 namespace nb = nanobind;
 

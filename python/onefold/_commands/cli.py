@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from onefold import __version__, _core, bench, cache_cli, check, demo, info, plots
+from onefold import __version__, _core, info
+from onefold._commands import bench, cache, check, demo, plots
 
 
 class Command(NamedTuple):
@@ -47,8 +48,8 @@ COMMANDS = {
     "check": Command("the conformance run on this machine", check.add_arguments, check.run),
     "cache": Command(
         "list, copy, delete the compiled kernels, or compile ahead",
-        cache_cli.add_arguments,
-        cache_cli.run,
+        cache.add_arguments,
+        cache.run,
     ),
     "plot": Command("draw the picture of a saved run again", plots.add_arguments, plots.run),
 }

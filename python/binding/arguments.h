@@ -1,7 +1,7 @@
 // What the two halves of onefold._core share: reading the common arguments, and the oracle's calls.
 //
 // Invariant: the GIL is held in every function here. Includes nanobind, the public headers and
-// py_tensor.h.
+// tensor.h.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,7 +10,7 @@
 #include <optional>
 
 #include "onefold/attention.h"
-#include "py_tensor.h"
+#include "tensor.h"
 
 namespace onefold::python {
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from ._options import NAMES, NUM_ARRAYS, Arguments, from_options
+from onefold._options import NAMES, NUM_ARRAYS, Arguments, from_options
 
 _ARRAYS = NAMES[:NUM_ARRAYS]
 # Of an array that says nothing of its own; the others have the dtype of q.

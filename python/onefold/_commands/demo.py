@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onefold import plots
-from onefold.plots import STYLES, Record, UsageError
+from onefold._commands import plots
+from onefold._commands.plots import STYLES, Record, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,4 +1,4 @@
-#include "py_tensor.h"
+#include "tensor.h"
 
 #include <array>
 #include <cstring>

@@ -1,6 +1,6 @@
 """`onefold check`: options and edge cases on this machine, in both directions, against the oracle.
 
-Every element of out, lse and each gradient must lie within its a priori error bound (`_bounds`).
+Every element of out, lse and each gradient must lie within its a priori error bound (`bounds`).
 A cell shows the largest error as a fraction of its bound; for 16-bit results that is mostly the
 rounding of the result itself, which comes close to its bound wherever there are many results.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from onefold import _bounds
+from onefold._commands import bounds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,7 +125,7 @@ def bound_of(terms: Tensor, sizes: dict[str, float], dtype: str) -> Tensor:
     weights = torch.tensor([sizes[s] for s in reference.SOURCES], dtype=torch.float64)
     total = torch.tensordot(weights, terms.nan_to_num(), dims=1)
     # The oracle rounds too, which only float64 notices.
-    return (2 if dtype == "float64" else 1) * total + _bounds.TINY[dtype]
+    return (2 if dtype == "float64" else 1) * total + bounds.TINY[dtype]
 
 
 def make_kernels(cases: list[Case], dtypes: list[str], done: Callable[[], None]) -> None:
@@ -185,7 +185,7 @@ def judge(case: Case, dtype: str, device: str) -> tuple[float, float]:
     out, lse = out.cpu(), lse.cpu()
 
     sizes, backward_sizes = (
-        _bounds.sizes(dtype, max(d, dv), max(sk, 1), sq * hq * max(batch, 1), device, backward)
+        bounds.sizes(dtype, max(d, dv), max(sk, 1), sq * hq * max(batch, 1), device, backward)
         for backward in (False, True)
     )
     wide = "float64" if dtype == "float64" else "float32"
@@ -201,9 +201,9 @@ def judge(case: Case, dtype: str, device: str) -> tuple[float, float]:
     for name, got in zip(given, found, strict=True):
         exact, exact_terms = getattr(want, name), getattr(want_terms, name)
         stored = str(got.dtype).removeprefix("torch.")
-        bound = bound_of(exact_terms, backward_sizes, stored) + _bounds.UNIT[stored] * exact.abs()
+        bound = bound_of(exact_terms, backward_sizes, stored) + bounds.UNIT[stored] * exact.abs()
         if device == "cuda":
-            bound = bound + _bounds.of_small_ds(name, q, k, options.get("scale"))
+            bound = bound + bounds.of_small_ds(name, q, k, options.get("scale"))
         backward = max(backward, worst(got, exact, bound))
     return forward, backward
 

@@ -1,0 +1,1 @@
+"""What the command `onefold` runs: `cli` is its entry, each other command is a module."""
