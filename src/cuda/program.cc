@@ -129,7 +129,7 @@ jit::Program program(const kernels::BackwardDqSpec& spec) {
 
 jit::Program program(const kernels::ScoreGradientsSpec& spec) {
   return specialised(spec, "ScoreGradientsSpec", "score_gradients", "score_gradients.cuh",
-                     "kSpec.threads()", "ScoreGradientsArguments",
+                     "kSpec.threads(), 1", "ScoreGradientsArguments",
                      concat(kSharedMemory, "  ScoreGradients<kSpec>(arguments, memory).run();\n"));
 }
 
