@@ -109,21 +109,27 @@ jit::Program program(const BackwardSpec& spec) {
       concat(kSharedMemory, "  PortableBackward<kSpec>(arguments, memory).run();\n"));
 }
 
+// Rows and sums lie the same whether adding is ordered or not: one program serves both.
+static BackwardSpec unordered(BackwardSpec spec) {
+  spec.ordered = false;
+  return spec;
+}
+
 jit::Program program(const kernels::BackwardRowsSpec& spec) {
-  return specialised(spec.backward, "BackwardSpec", "backward_rows", "backward_rows.cuh",
+  return specialised(unordered(spec.backward), "BackwardSpec", "backward_rows", "backward_rows.cuh",
                      "kBackwardRowsThreads", "BackwardRowsArguments",
                      "  BackwardRows<kSpec>{arguments, arguments.problem}.run();\n");
 }
 
 jit::Program program(const kernels::BackwardDqSpec& spec) {
-  return specialised(spec.backward, "BackwardSpec", "backward_dq", "backward_rows.cuh",
+  return specialised(unordered(spec.backward), "BackwardSpec", "backward_dq", "backward_rows.cuh",
                      "kBackwardDqThreads", "BackwardDqArguments",
                      concat(kSharedMemory, "  BackwardDq<kSpec>::run(arguments, memory);\n"));
 }
 
 jit::Program program(const kernels::ScoreGradientsSpec& spec) {
   return specialised(spec, "ScoreGradientsSpec", "score_gradients", "score_gradients.cuh",
-                     "kSpec.threads()", "ScoreGradientsArguments",
+                     "kSpec.threads(), 1", "ScoreGradientsArguments",
                      concat(kSharedMemory, "  ScoreGradients<kSpec>(arguments, memory).run();\n"));
 }
 

@@ -76,7 +76,7 @@ struct BackwardSpec {
   constexpr int shared_bytes() const {
     return tile::shared_tile_bytes(tile_k, row_bytes()) +
            tile::shared_tile_bytes(tile_k, row_bytes_v()) + stages * (stage_bytes() + ds_bytes()) +
-           exchange_bytes() + 4 * tile_k + 64;
+           exchange_bytes() + 4 * tile_k + 80;
   }
 
   constexpr const char* invalid() const {

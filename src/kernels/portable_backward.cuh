@@ -70,6 +70,8 @@ struct PortableBackward {
     int full_begin, full_end;  // rows that see every key of the tile
     int hides;                 // some row does not see some key, in some tile
     int key_poison;            // some key is not finite
+    int added;                 // number of the tile of rows whose turn is to be passed, or -1
+    int unused[3];
   };
   struct Shared {
     KTile k;
@@ -138,6 +140,7 @@ struct PortableBackward {
     f.first_rows = static_cast<int>(row_tile(p, f.b, i64{f.kv_head} * p.group, kTileQ));
     find_rows(f);
     f.key_poison = 0;
+    f.added = -1;
     if (thread == 0) shared.facts = f;
     __syncthreads();
     return f.j0 >= 0 && f.j0 < f.num_rows;
@@ -526,7 +529,10 @@ struct PortableBackward {
           }
         }
       }
-      if constexpr (kSpec.ordered) __threadfence();
+      if constexpr (kSpec.ordered) {
+        __threadfence();
+        if (thread == 0) shared.facts.added = static_cast<int>(number);
+      }
     }
   }
   // Key tiles add in the order of their tickets: this one after those before it that see some of
@@ -543,9 +549,10 @@ struct PortableBackward {
     __syncwarp();
   }
   // After a barrier behind the adding.
-  __forceinline__ void pass_turn(Step step) const {
+  __forceinline__ void pass_turn() const {
     if (kSpec.ordered && kSpec.dq && thread == 0) {
-      ptx::red_release_add(args.turns + rows_number(step), 1u);
+      const int added = fact(&Facts::added);
+      if (added >= 0) ptx::red_release_add(args.turns + added, 1u);
     }
   }
 
@@ -554,7 +561,7 @@ struct PortableBackward {
   __forceinline__ void loop(Dv& dv, Dk& dk) {
     Step step = settle({0, fact(&Facts::tile_begin)});
     if (!present(step)) return;
-    Step last{-1, 0}, added{-1, 0};
+    Step last{-1, 0};
     int stage = 0;
 #pragma unroll 1
     while (present(step)) {
@@ -564,11 +571,8 @@ struct PortableBackward {
       if (kSpec.stages == 2 && present(next)) copy_rows(next, stage ^ 1);
       if (kSpec.stages == 1 && last.head >= 0) copy_rows(step, 0);
       ptx::cp_async_commit();
-      if (added.head >= 0) pass_turn(added);
-      if (last.head >= 0) {
-        add_dq(last, kSpec.stages == 2 ? stage ^ 1 : 0);
-        added = last;
-      }
+      pass_turn();
+      if (last.head >= 0) add_dq(last, kSpec.stages == 2 ? stage ^ 1 : 0);
       if constexpr (kSpec.stages == 1) {
         ptx::cp_async_wait<0>();
         __syncthreads();
@@ -579,10 +583,10 @@ struct PortableBackward {
       if constexpr (kSpec.stages == 2) stage ^= 1;
     }
     __syncthreads();
-    if (added.head >= 0) pass_turn(added);
+    pass_turn();
     add_dq(last, kSpec.stages == 2 ? stage ^ 1 : 0);
     __syncthreads();
-    pass_turn(last);
+    pass_turn();
   }
 
   // ---- finish ----

@@ -64,10 +64,13 @@ std::vector<double> sizes(const Wish& w) {
   return s;
 }
 
-// The same in backward: weights are handed over in float16.
+// The same in backward: weights times 2^14 are handed over in float16.
 std::vector<double> backward_sizes(const Wish& w) {
   std::vector<double> s = sizes(w);
-  if (w.dtype != DType::kFloat32) s[std::size_t(reference::Source::kWeight)] += 0x1p-11;
+  if (w.dtype == DType::kFloat32) return s;
+  s[std::size_t(reference::Source::kWeight)] += 0x1p-11;
+  double& underflow = s[std::size_t(reference::Source::kUnderflow)];
+  underflow = std::max(underflow, 0x1p-39);
   return s;
 }
 // dS is rounded to float16, whose small numbers have an absolute error: what that makes of a
