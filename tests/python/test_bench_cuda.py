@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 rich = pytest.importorskip("rich")
 
-from onefold import bench, bench_cuda, cli  # noqa: E402
+from onefold._commands import bench, bench_cuda, cli  # noqa: E402
 
 
 def parsed(*words):
