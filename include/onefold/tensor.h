@@ -1,7 +1,8 @@
 // A tensor as every front end hands it over: a pointer, a dtype, a shape, strides and a device.
 //
 // Invariant: a Tensor borrows its memory and owns nothing. Strides count elements, may be 0 or
-// negative, and are 64-bit, as is every product with them. Includes error.h and the standard library.
+// negative, and are 64-bit, as is every product with them. Includes error.h and the standard
+// library.
 #pragma once
 
 #include <array>

@@ -217,8 +217,8 @@ void read_shapes(Problem& p, const Attention& a) {
     invalid("max_seqlen_", a.max_seqlen_q ? "q" : "k",
             " was given without cu_seqlens_q and cu_seqlens_k: it belongs to packed sequences");
   }
-  for (const auto& [name, hint] : {std::pair{"max_seqlen_q", a.max_seqlen_q},
-                                   {"max_seqlen_k", a.max_seqlen_k}}) {
+  for (const auto& [name, hint] :
+       {std::pair{"max_seqlen_q", a.max_seqlen_q}, {"max_seqlen_k", a.max_seqlen_k}}) {
     if (hint && *hint < 0) invalid(name, " is ", *hint, ": a length >= 0 is needed");
   }
   const int rank = p.packed ? 3 : 4;
@@ -336,8 +336,8 @@ void read_variant(Problem& p, const Attention& a) {
     invalid("softcap is ", v.softcap, ": a finite number >= 0 is needed, 0 for none");
   }
   if (v.softcap > kMost && !wide) {
-    invalid("softcap is ", v.softcap, ": scores are float32 inside, so at most ",
-            kMost, " is needed, 0 for none");
+    invalid("softcap is ", v.softcap, ": scores are float32 inside, so at most ", kMost,
+            " is needed, 0 for none");
   }
   v.dropout_p = a.dropout_p;
   if (!(v.dropout_p >= 0 && v.dropout_p <= 1)) {

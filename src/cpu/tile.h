@@ -7,8 +7,8 @@
 // Compiled once per instruction set; includes simd.h and kernels.h.
 #pragma once
 
-#include "cpu/kernels.h"
 #include "cpu/isa/simd.h"
+#include "cpu/kernels.h"
 
 namespace onefold::cpu::ONEFOLD_ISA {
 

@@ -39,8 +39,8 @@ inline std::vector<std::filesystem::path> cache_folders() {
   return {};
 }
 
-// ONEFOLD_CHECKED=1: kernels carry line numbers, so that a debugger or compute-sanitizer can name the
-// line of a fault.
+// ONEFOLD_CHECKED=1: kernels carry line numbers, so that a debugger or compute-sanitizer can name
+// the line of a fault.
 inline bool checked() {
   const std::string_view text = variable("ONEFOLD_CHECKED");
   return !text.empty() && text != "0";

@@ -137,7 +137,7 @@ struct BackwardArguments {
   // Whether tickets go to key tiles from the last to the first. With a right border a tile then
   // waits for none where it begins.
   bool descending = false;
-  float scale = 1;        // of the scores
+  float scale = 1;  // of the scores
   float keep_scale = 1;
   u32 keep_threshold = 0;
 };

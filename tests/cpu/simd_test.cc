@@ -1,5 +1,5 @@
-// The vector operations of src/cpu/isa/simd.h on the instruction set in use: functions within computed
-// bounds, everything else bit for bit.
+// The vector operations of src/cpu/isa/simd.h on the instruction set in use: functions within
+// computed bounds, everything else bit for bit.
 
 #include <gtest/gtest.h>
 

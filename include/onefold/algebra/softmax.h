@@ -52,8 +52,8 @@ inline Weights<T> weigh(T a, T b) {
   return {ref, weight(a, ref), weight(b, ref)};
 }
 
-// w.a * a + w.b * b with one rounding. One of the weights is exactly 1 (or both sides are empty), so
-// this is bitwise commutative. An empty side is skipped, so it is bitwise neutral; what stands
+// w.a * a + w.b * b with one rounding. One of the weights is exactly 1 (or both sides are empty),
+// so this is bitwise commutative. An empty side is skipped, so it is bitwise neutral; what stands
 // beside an empty reference and is not zero is a NaN that a maximum has dropped, and stays one.
 template <class T>
 inline T combine(const Weights<T>& w, T a_ref, T a, T b_ref, T b) {
