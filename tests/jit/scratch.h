@@ -89,18 +89,21 @@ inline int exit_status(pid_t child) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-// Tests that compile derive from this. `dev` says where NVRTC is, and then it has to be there;
-// whoever builds by hand may be without.
+// For SetUp of tests that compile. `dev` says where NVRTC is, and then it has to be there; whoever
+// builds by hand may be without.
+inline void need_compiler() {
+  const char* folder = std::getenv("ONEFOLD_TEST_NVRTC");
+  if (folder != nullptr) jit::add_search_path(folder);
+  std::string why_not;
+  if (jit::Nvrtc::find(&why_not) != nullptr) return;
+  ASSERT_EQ(folder, nullptr) << why_not;
+  GTEST_SKIP() << why_not;
+}
+
+// Tests that compile into a cache of their own derive from this.
 class CompilerTest : public testing::Test {
  protected:
-  void SetUp() override {
-    const char* folder = std::getenv("ONEFOLD_TEST_NVRTC");
-    if (folder != nullptr) jit::add_search_path(folder);
-    std::string why_not;
-    if (jit::Nvrtc::find(&why_not) != nullptr) return;
-    ASSERT_EQ(folder, nullptr) << why_not;
-    GTEST_SKIP() << why_not;
-  }
+  void SetUp() override { need_compiler(); }
 
   ScratchFolder cache_;
   ScopedVariable variable_{"ONEFOLD_CACHE_DIR", cache_.path().c_str()};

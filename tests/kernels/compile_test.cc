@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <set>
@@ -15,8 +14,8 @@
 #include <vector>
 
 #include "cuda/program.h"
-#include "jit/nvrtc.h"
 #include "onefold/error.h"
+#include "tests/jit/scratch.h"
 #include "tests/plan/cuda_question.h"
 
 namespace onefold::test {
@@ -151,17 +150,9 @@ void compile_all(const Work& work) {
   for (std::thread& thread : pool) thread.join();
 }
 
-// `dev` says where NVRTC is, and then it has to be there.
 class Compile : public testing::TestWithParam<CudaKind> {
  protected:
-  void SetUp() override {
-    const char* folder = std::getenv("ONEFOLD_TEST_NVRTC");
-    if (folder != nullptr) jit::add_search_path(folder);
-    std::string why_not;
-    if (jit::Nvrtc::find(&why_not) != nullptr) return;
-    ASSERT_EQ(folder, nullptr) << why_not;
-    GTEST_SKIP() << why_not;
-  }
+  void SetUp() override { need_compiler(); }
 };
 
 TEST_P(Compile, every_row_of_the_tables_for_bfloat16_needs_no_local_memory) {
