@@ -77,7 +77,6 @@ struct Backward {
     args.turns = at<u32>(plan.turns_at);
     args.ticket = at<u32>(plan.ticket_at);
     args.key_tiles = static_cast<int>(plan.key_tiles);
-    args.descending = plan.descending;
     args.scale = scale();
     args.keep_scale = keep_scale_of(p);
     args.keep_threshold = keep_threshold_of(p);

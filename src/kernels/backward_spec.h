@@ -134,10 +134,7 @@ struct BackwardArguments {
   u32* turns = nullptr;   // how many blocks have added to a tile of dQ
   u32* ticket = nullptr;  // blocks in the order in which they began
   int key_tiles = 0;      // per key head: of one sequence, or of all packed ones together
-  // Whether tickets go to key tiles from the last to the first. With a right border a tile then
-  // waits for none where it begins.
-  bool descending = false;
-  float scale = 1;  // of the scores
+  float scale = 1;        // of the scores
   float keep_scale = 1;
   u32 keep_threshold = 0;
 };
@@ -241,7 +238,6 @@ struct BackwardPlan {
   i64 query_tiles = 0;  // per query head: of one sequence, or of all packed ones together
   i64 key_tiles = 0;    // per key head
   i64 blocks = 0;       // of portable_backward; 0: no gradient of q, k, v is wanted
-  bool descending = false;
   MaskTiles mask;
 
   bool bias = false;  // the gradient of a bias is wanted

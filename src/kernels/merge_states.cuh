@@ -32,7 +32,8 @@ __forceinline__ void merge_states(const MergeStatesArguments& args) {
   if (row >= args.rows) return;
   const auto part_lse = [&](i64 part) {
     const i64 at = part * args.lses_stride[0] + row * args.lses_stride[1];
-    return load_wide<kSpec.lses>(args.lses, at) * kLog2E;
+    // Rounded before anything is subtracted from it: two uses must give one number.
+    return __dmul_rn(load_wide<kSpec.lses>(args.lses, at), kLog2E);
   };
   Softmax<double> total;
   for (i64 part = 0; part < args.parts; ++part) {

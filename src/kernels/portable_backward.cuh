@@ -19,7 +19,8 @@
 // flagged: where a tile hides something, Q and dO are then cleared of such numbers, so that they do
 // not meet weights of zero, and dO's are given back to dV at the end. A key that is not finite is
 // cleared, too, and its scores are NaN. When adding to dQ is ordered, blocks draw their tile from a
-// ticket: whoever waits, waits for blocks that have begun.
+// ticket, last tiles first: whoever waits, waits for blocks that have begun, and where there is a
+// right border for none where it begins.
 #pragma once
 
 #include "kernels/backward_spec.h"
@@ -121,7 +122,7 @@ struct PortableBackward {
     const u32 num_tiles = static_cast<u32>(args.key_tiles);
     const u32 bh = item / num_tiles, num_heads = static_cast<u32>(p.heads_k);
     TileAt where{bh / num_heads, item % num_tiles};
-    if (kSpec.ordered && args.descending) where.tile = num_tiles - 1 - item % num_tiles;
+    if constexpr (kSpec.ordered) where.tile = num_tiles - 1 - where.tile;
     if (p.sequences.cu_k.bytes != 0) {
       where =
           packed_tile(p.sequences.cu_k, p.sequences.batch, p.sequences.rows_k, kTileK, where.tile);
@@ -540,8 +541,7 @@ struct PortableBackward {
   __forceinline__ void await_turn(Step step, const u32* turn) const {
     const int num_q = fact(&Facts::num_q);
     const int i0 = step.tile * kTileQ, i1 = i0 + kTileQ < num_q ? i0 + kTileQ : num_q;
-    const i64 before =
-        turns_before(p.variant, lengths(), i0, i1, fact(&Facts::key_tile), kTileK, args.descending);
+    const i64 before = turns_before(p.variant, lengths(), i0, i1, fact(&Facts::key_tile), kTileK);
     if (lane == 0) {
       while (ptx::ld_acquire(turn) != static_cast<u32>(before)) {
       }

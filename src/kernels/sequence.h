@@ -115,13 +115,12 @@ static inline QueryTile query_tile_at(const ProblemView& p, u32 item, int tile_r
   return t;
 }
 
-// Blocks that own tiles of keys add to dQ of a tile of rows one after the other: how many come
-// before that of key tile `key_tile`, when tiles that see none of the rows are left out. Rows [i0,
-// i1).
+// Blocks that own tiles of keys add to dQ of a tile of rows one after the other, the last keys
+// first: how many come before that of key tile `key_tile`, when tiles that see none of the rows are
+// left out. Rows [i0, i1).
 static inline i64 turns_before(const Variant& v, Lengths n, i64 i0, i64 i1, i64 key_tile,
-                               i64 tile_k, bool descending) {
-  const TileRange keys = kv_range(v, n, i0, i1);
-  return descending ? (keys.end - 1) / tile_k - key_tile : key_tile - keys.begin / tile_k;
+                               i64 tile_k) {
+  return (kv_range(v, n, i0, i1).end - 1) / tile_k - key_tile;
 }
 
 // Tiles of query rows numbered through, head by head: the number of tile 0 of head h in sequence b.

@@ -56,7 +56,7 @@ constexpr Row kMany16[] = {
 };
 // 32 bit: three products, and operands of twice the size.
 constexpr Row kAny32[] = {
-    {64, {64, 64, 4, 1, 2, false}},
+    {64, {64, 32, 4, 1, 2, false}},
     {128, {64, 32, 4, 1, 2, false}},
     {256, {64, 16, 4, 1, 1, false}},
     {256, {32, 16, 2, 1, 1, false}},
@@ -346,7 +346,6 @@ BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t,
   plan.row_tiles = plan.query_tiles * p.heads_q * batches;
   plan.key_tiles = tiles_of(p, p.rows_k, spec.tile_k);
   spec.ordered = spec.ordered && plan.row_tiles > 0;
-  plan.descending = p.variant.band_end < kUnbounded;
   if (t.dq || t.dk || t.dv) {
     plan.blocks = plan.key_tiles * p.heads_k * batches;
     plan.mask = mask_tiles(p, spec.tile_q, spec.tile_k);

@@ -70,19 +70,24 @@ std::int64_t products(Element e, std::int64_t rows, std::int64_t columns, std::i
   const std::int64_t blocks = rows / 16 * (columns / 8);
   return e == Element::kFloat32 ? blocks * (depth / 8) * 3 : blocks * (depth / 16);
 }
+// The same where the kernel loops over depths.
+std::int64_t looped(Element e, std::int64_t rows, std::int64_t columns, std::int64_t depth) {
+  const int step = e == Element::kFloat32 ? 8 : 16;
+  return products(e, rows, columns, std::min<std::int64_t>(depth, step * unrolled_depths(e)));
+}
 std::int64_t needed(const kernels::ForwardSpec& s) {
   const int rows = s.tile_q / s.warps;
-  return products(s.element, rows, s.tile_k, s.dim) + products(s.element, rows, s.dim_v, s.tile_k);
+  return looped(s.element, rows, s.tile_k, s.dim) + products(s.element, rows, s.dim_v, s.tile_k);
 }
 std::int64_t needed(const kernels::BackwardSpec& s) {
   const int keys = s.warp_keys();
-  const std::int64_t of_dq = products(s.element, s.dq_rows(), s.dq_columns(), s.tile_k);
-  return products(s.element, keys, s.step_q, s.dim) + products(s.element, keys, s.step_q, s.dim_v) +
+  const std::int64_t of_dq = looped(s.element, s.dq_rows(), s.dq_columns(), s.tile_k);
+  return looped(s.element, keys, s.step_q, s.dim) + looped(s.element, keys, s.step_q, s.dim_v) +
          products(s.element, keys, s.dim_v, s.step_q) + products(s.element, keys, s.dim, s.step_q) +
          (s.paired ? 2 : 1) * of_dq;
 }
 std::int64_t needed(const kernels::ScoreGradientsSpec& s) {
-  return products(s.element, 16, s.tile_k, s.dim) + products(s.element, 16, s.tile_k, s.dim_v);
+  return looped(s.element, 16, s.tile_k, s.dim) + looped(s.element, 16, s.tile_k, s.dim_v);
 }
 template <class Spec>
 std::int64_t needed(const Spec&) {

@@ -467,9 +467,6 @@ int main(int count, char** words) {
     if (word == "--trace") options.trace = true;
     if (word == "--from") options.from = std::strtoull(value(), nullptr, 10);
     if (word == "--to") options.to = std::strtoull(value(), nullptr, 10);
-    if (word == "--trace") options.trace = true;
-    if (word == "--from") options.from = std::strtoull(value(), nullptr, 10);
-    if (word == "--to") options.to = std::strtoull(value(), nullptr, 10);
     if (word == "--cases") options.cases = std::atoi(value());
     if (word == "--seed") options.seed = std::strtoull(value(), nullptr, 10);
     if (word == "--threads") options.threads = std::atoi(value());

@@ -52,17 +52,15 @@ TEST(Turns, count_the_key_tiles_that_see_the_rows) {
     v.top_left = random.chance(0.5);
     if (random.chance(0.6)) v.band_end = random.integer(-60, 60);
     if (random.chance(0.6)) v.band_begin = random.integer(-200, 60);
-    const bool descending = v.band_end < kUnbounded;
     const i64 key_tiles = (n.k + tile_k - 1) / tile_k;
     for (i64 i0 = 0; i0 < n.q; i0 += tile_q) {
       const i64 i1 = std::min(i0 + tile_q, n.q);
       i64 before = 0;
-      for (i64 turn = 0; turn < key_tiles; ++turn) {
-        const i64 tile = descending ? key_tiles - 1 - turn : turn;
+      for (i64 tile = key_tiles - 1; tile >= 0; --tile) {
         const TileRange rows = q_range(v, n, tile * tile_k, std::min((tile + 1) * tile_k, n.k));
         // The tiles of rows that a block works on: none when it has no rows.
         if (rows.end <= rows.begin || i0 < rows.begin / tile_q * tile_q || i0 >= rows.end) continue;
-        ASSERT_EQ(turns_before(v, n, i0, i1, tile, tile_k, descending), before);
+        ASSERT_EQ(turns_before(v, n, i0, i1, tile, tile_k), before);
         ++before;
       }
     }

@@ -150,17 +150,22 @@ def run(case: Case, device: str = "cpu", backward: bool = True, **more: Any) -> 
     return found
 
 
-# Of a kernel's spec: what orders additions.
-TILES = re.compile(r"portable_\w+|\.(?:dim|dim_v|tile_q|tile_k|warps) = \d+")
+# Of a kernel's spec: what orders additions, and whether weights are handed over in float16.
+TILES = re.compile(r"portable_\w+|\.(?:dim|dim_v|tile_q|tile_k|warps|paired) = \w+")
+
+
+def explained(case: Case, device: str) -> Any:
+    """The plans of a case."""
+    arrays = (moved(x, device) for x in (case.q, case.k, case.v))
+    options = {name: moved(x, device) for name, x in case.options.items()}
+    with contextlib.redirect_stdout(io.StringIO()):
+        return onefold.explain(*arrays, **options)
 
 
 def path(case: Case, device: str = "cpu") -> tuple[Any, ...]:
     """Which path `explain` names: the same path gives the same bits. On the CPU the forward one
     decides; on a GPU both do, and their tiles."""
-    arrays = (moved(x, device) for x in (case.q, case.k, case.v))
-    options = {name: moved(x, device) for name, x in case.options.items()}
-    with contextlib.redirect_stdout(io.StringIO()):
-        plans = onefold.explain(*arrays, **options)
+    plans = explained(case, device)
     if device == "cuda":
         return tuple(TILES.findall(plans.forward.kernel + plans.backward.kernel))
     plan = plans.forward

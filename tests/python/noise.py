@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gates import TINY, UNIT, Case, arithmetic
+from gates import TINY, UNIT, Case, arithmetic, explained
 
 RELATIVE = 0.425  # RMS of a rounding error in units of u
 EXP2 = 1.2  # RMS error of 2^x in units of u, polynomial and last rounding, on (-1/2, 1/2)
@@ -94,9 +94,10 @@ class Prediction:
         # Of weights and of dS before a product, relative to them.
         self.narrow_cuda = device == "cuda" and narrow
         self.of_operand = (RELATIVE * UNIT[case.dtype]) ** 2 if self.narrow_cuda else 0.0
-        # Truncations of a sum: how many elements each step takes, and how often each is truncated.
-        self.step, self.times = (16, 1) if narrow else (8, 3)
-        self.truncates = device == "cuda"
+        self.truncates, self.narrow = device == "cuda", narrow
+        self.hands_over = self.narrow_cuda and (
+            ".paired = true" in explained(case, device).backward.kernel
+        )
         q, k, v = (x.double().transpose(1, 2) for x in (case.q, case.k, case.v))
         self.q, self.k, self.v = q, k, v
         scale = case.options.get("scale")
@@ -126,14 +127,17 @@ class Prediction:
         self.of_weight = self.of_score + (EXP2 * a.u) ** 2
 
     def _lost(self, products: Tensor, axis: int) -> Tensor:
-        """What truncation takes from the sum of products along an axis."""
+        """What truncation takes from the sum of products along an axis: in 16 bits from every
+        running sum, for float32 thrice from the sums of 8 elements along the head dim, and of
+        8, 16, 24 and 32 keys, which then are added with rounding."""
         if not self.truncates:
             return torch.zeros_like(products.select(axis, 0))
-        return TRUNCATED * self.times * lost_in_steps(products, axis, self.step)
+        if self.narrow:
+            return TRUNCATED * lost_in_steps(products, axis, 16)
+        return TRUNCATED * (3.0 if axis == -1 else 7.5) * products.sum(axis)
 
     def _of_storing(self, x: Tensor) -> Tensor:
-        narrow = self.case.dtype in (torch.float16, torch.bfloat16)
-        return of_storing(x, self.case.dtype) if narrow else torch.zeros_like(x)
+        return of_storing(x, self.case.dtype) if self.narrow else torch.zeros_like(x)
 
     def _of_sum(self) -> Tensor:
         """Relative variance of the denominator, of which two partial sums are kept per tile."""
@@ -177,9 +181,11 @@ class Prediction:
         ds = p * difference
         of_ds = ds**2 * (self.of_weight + 2 * r2) + p**2 * of_dp
         of_p = p**2 * (self.of_weight + self.of_operand)
-        if self.narrow_cuda:  # weights are handed over in float16, and dS is stored
+        if self.narrow_cuda:  # dS is stored
+            of_ds += of_storing(ds, case.dtype)
+        if self.hands_over:  # weights, from warp to warp, in float16
             handed = of_storing(p, torch.float16)
-            of_ds += difference**2 * handed + of_storing(ds, case.dtype)
+            of_ds += difference**2 * handed
             of_p += handed
         drift = ds * (self.drift - (p * self.drift).sum(-1, keepdim=True))
 

@@ -63,15 +63,17 @@ def test_f04_2_empties_anywhere_change_no_bit_of_a_merge(empties, device):
     nothing = (torch.zeros(2, 5, 3, 8), torch.full((2, 3, 5), -INF))
     slots = [[nothing] * n for n in empties]
     mixed = [*slots[0], parts[0], *slots[1], parts[1], *slots[2], parts[2], *slots[3]]
-    want = onefold.merge_states(*(list(x) for x in zip(*parts, strict=True)))
-    got = onefold.merge_states(*([t.to(device) for t in x] for x in zip(*mixed, strict=True)))
-    assert_same_bits(got[0].cpu(), want[0])
-    assert_same_bits(got[1].cpu(), want[1])
+    want, got = (
+        onefold.merge_states(*([t.to(device) for t in x] for x in zip(*some, strict=True)))
+        for some in (parts, mixed)
+    )
+    assert_same_bits(got[0], want[0])
+    assert_same_bits(got[1], want[1])
 
 
 def test_f04_2_an_empty_part_may_hold_anything_finite_beside_minus_infinity(device):
-    out = torch.randn(1, 1, 2, 8, generator=seeded())
-    lse = torch.tensor([[[0.5], [2.0]]])
+    out = torch.randn(1, 1, 2, 8, generator=seeded()).to(device)
+    lse = torch.tensor([[[0.5], [2.0]]], device=device)
     junk = torch.full_like(out, 3e38)
     merged = onefold.merge_states([out, junk], [lse, torch.full_like(lse, -INF)])
     assert_same_bits(merged[0], onefold.merge_states([out], [lse])[0])
@@ -83,8 +85,8 @@ def test_f04_2_an_empty_part_may_hold_anything_finite_beside_minus_infinity(devi
 
 def test_f04_2_gradients_of_a_merge_with_empties_are_zero_there_and_finite(device):
     g = seeded()
-    outs = torch.randn(3, 2, 4, 1, 8, generator=g, dtype=torch.float64).requires_grad_()
-    lses = torch.randn(3, 2, 1, 4, generator=g, dtype=torch.float64)
+    outs = torch.randn(3, 2, 4, 1, 8, generator=g, dtype=torch.float64).to(device).requires_grad_()
+    lses = torch.randn(3, 2, 1, 4, generator=g, dtype=torch.float64).to(device)
     lses[1] = -INF
     lses[:, 0, :, 2] = -INF
     lses.requires_grad_()
@@ -234,8 +236,8 @@ def test_f04_7_any_partition_of_the_keys_merges_to_the_whole(cuts, options, devi
 
 @pytest.mark.parametrize("bad", [1, 2])
 def test_f04_7_parts_that_do_not_fit_are_refused(bad, device):
-    outs = [torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4)]
-    lses = [torch.zeros(1, 3, 2), torch.zeros(1, 3, 2)]
+    outs = [torch.zeros(1, 2, 3, 4, device=device)] * 2
+    lses = [torch.zeros(1, 3, 2, device=device)] * 2
     with pytest.raises(ValueError, match="lses has shape"):
         if bad == 1:
             onefold.merge_states(outs, lses[:1])

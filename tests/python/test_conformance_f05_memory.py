@@ -246,6 +246,8 @@ def test_f05_8_nothing_before_or_after_a_tensor_is_touched(which, at, dtype, dev
     case = make_case("normal", dtype, (2, 19, 67, 3, 1, 13, 21), causal=True)
     clean = run(case, device)
     if which in ("out", "lse"):
+        if device != "cpu":
+            pytest.skip("guard pages are host memory")
         out = guarded(torch.full_like(clean.out, NAN), at)
         got = onefold.attention(case.q, case.k, case.v, causal=True, out=out)
         assert_same_bits(got, clean.out)

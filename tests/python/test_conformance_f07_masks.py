@@ -14,6 +14,7 @@ from gates import (
     FLOATS,
     Case,
     assert_same_bits,
+    assert_same_bits_or_both_right,
     hold_bounds,
     make_case,
     moved,
@@ -193,7 +194,7 @@ def test_f07_9_a_key_mask_is_a_used_length_in_other_words(one, dtype, device):
     case = make_case("normal", dtype, (4, 32, 32, 4, 4, 16, 16))
     masked = Case(case.q, case.k, case.v, {"mask": mask}, case.dout, case.dlse)
     used = Case(case.q, case.k, case.v, {"seqused_k": lengths}, case.dout, case.dlse)
-    assert_same_bits(run(masked, device), run(used, device))
+    assert_same_bits_or_both_right(masked, used, device)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

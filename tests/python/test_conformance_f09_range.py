@@ -94,8 +94,8 @@ def test_f09_4_merging_states_that_are_far_apart_gives_the_larger(device):
 @pytest.mark.parametrize("value", [-20000.0, -88.8, 0.0, 88.8, 20000.0])
 def test_f09_4_a_chain_of_a_thousand_merges_stays_accurate(value, device):
     g = seeded()
-    outs = torch.randn(1000, 1, 1, 2, 8, generator=g)
-    lses = value + torch.randn(1000, 1, 2, 1, generator=g)
+    outs = torch.randn(1000, 1, 1, 2, 8, generator=g).to(device)
+    lses = (value + torch.randn(1000, 1, 2, 1, generator=g)).to(device)
     weights = torch.softmax(lses.double(), 0)
     want = (weights.transpose(2, 3).unsqueeze(-1) * outs.double()).sum(0)
     want_lse = torch.logsumexp(lses.double(), 0)

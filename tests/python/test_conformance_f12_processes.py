@@ -257,7 +257,7 @@ def test_f12_7_a_process_that_ends_while_daemon_threads_are_inside_calls_ends_we
 
 
 def test_f12_7_an_error_inside_a_call_leaves_the_threads_usable(device):
-    q, k, v = (normal(seeded(n), 2, 40, 2, 16).float() for n in range(3))
+    q, k, v = (normal(seeded(n), 2, 40, 2, 16).float().to(device) for n in range(3))
     want = onefold.attention(q, k, v)
     for _ in range(3):
         with pytest.raises(ValueError):

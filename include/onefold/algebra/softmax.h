@@ -52,14 +52,14 @@ inline Weights<T> weigh(T a, T b) {
   return {ref, weight(a, ref), weight(b, ref)};
 }
 
-// w.a * a + w.b * b with one rounding. One of the weights is exactly 1 (or both sides are empty),
-// so this is bitwise commutative. An empty side is skipped, so it is bitwise neutral; what stands
+// w.a * a + w.b * b with one rounding. One of the weights is 1 (or both sides are empty), so this
+// is bitwise commutative; which one is read off the references, so that a compiler that contracts
+// their difference changes nothing. An empty side is skipped, so it is bitwise neutral; what stands
 // beside an empty reference and is not zero is a NaN that a maximum has dropped, and stays one.
 template <class T>
 inline T combine(const Weights<T>& w, T a_ref, T a, T b_ref, T b) {
   using A = Arith<T>;
-  const T one = A::splat(typename A::Scalar(1));
-  const T sum = A::select(A::equal(w.b, one), A::fma(a, w.a, b), A::fma(b, w.b, a));
+  const T sum = A::select(A::equal(b_ref, w.ref), A::fma(a, w.a, b), A::fma(b, w.b, a));
   const T without_a = A::select(A::equal(a, zero<T>()), b, sum);
   const T without_b = A::select(A::equal(b, zero<T>()), a, sum);
   return A::select(A::equal(b_ref, empty_ref<T>()), without_b,

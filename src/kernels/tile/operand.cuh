@@ -3,6 +3,8 @@
 // Operand<e> reads fragments of A and B from shared tiles and multiplies. float16 and bfloat16 take
 // one instruction of depth 16. float32 takes three tf32 instructions of depth 8: each number is
 // split into a tf32 and the rest, and only rest times rest, 2^-24 of the product, is left out.
+// Tensor cores truncate the sums that they add to: multiply() leaves that to them, add_product()
+// adds with rounding where float32 would show the difference.
 // The layouts are those of fragment.h. Includes ptx, registers.cuh, fragment.h, shared_tile.h.
 #pragma once
 
@@ -22,6 +24,8 @@ struct Operand {  // 16-bit
   static constexpr int kDepth = 16;       // of one product
   static constexpr int kDepthBytes = 32;  // of it in a row
   static constexpr int kDepthBlocks = 2;  // accumulator blocks that make one operand's depth
+  static constexpr int kUnroll = unrolled_depths(kElement);
+  static constexpr bool kSumsApart = false;  // each tile's sums are its own until they are whole
   struct A {
     u32 x[4];
   };
@@ -71,6 +75,9 @@ struct Operand {  // 16-bit
       ptx::mma_m16n8k16_bf16(d, a.x, b.x);
     }
   }
+  static __forceinline__ void add_product(float (&d)[4], const A& a, const B& b) {
+    multiply(d, a, b);
+  }
 };
 
 template <>
@@ -79,6 +86,8 @@ struct Operand<Element::kFloat32> {
   static constexpr int kDepth = 8;
   static constexpr int kDepthBytes = 32;
   static constexpr int kDepthBlocks = 1;
+  static constexpr int kUnroll = unrolled_depths(Element::kFloat32);
+  static constexpr bool kSumsApart = true;
   struct A {
     u32 high[4], low[4];
   };
@@ -136,6 +145,12 @@ struct Operand<Element::kFloat32> {
     ptx::mma_m16n8k8_tf32(d, a.high, b.high);
     ptx::mma_m16n8k8_tf32(d, a.low, b.high);
     ptx::mma_m16n8k8_tf32(d, a.high, b.low);
+  }
+  static __forceinline__ void add_product(float (&d)[4], const A& a, const B& b) {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    multiply(sum, a, b);
+#pragma unroll
+    for (int idx = 0; idx < 4; ++idx) d[idx] += sum[idx];
   }
 };
 

@@ -40,7 +40,7 @@ __forceinline__ u32 b_trans_address(u32 address) {
 template <class Op, class TileA, class TileB, int kRowTiles, int kBlocks>
 __forceinline__ void multiply_rows(float (&d)[kRowTiles][kBlocks][4], u32 a_at, u32 b_at) {
   static_assert(TileA::kRowBytes == TileB::kRowBytes && kBlocks % 2 == 0);
-#pragma unroll
+#pragma unroll Op::kUnroll
   for (int byte = 0; byte < TileA::kRowBytes; byte += Op::kDepthBytes) {
     typename Op::A a[kRowTiles];
 #pragma unroll
@@ -53,8 +53,8 @@ __forceinline__ void multiply_rows(float (&d)[kRowTiles][kBlocks][4], u32 a_at, 
       Op::load_b(b_at + TileB::offset(kBlockColumns * n, byte), b);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        Op::multiply(d[m][n], a[m], b[0]);
-        Op::multiply(d[m][n + 1], a[m], b[1]);
+        Op::add_product(d[m][n], a[m], b[0]);
+        Op::add_product(d[m][n + 1], a[m], b[1]);
       }
     }
   }
@@ -72,8 +72,8 @@ __forceinline__ void multiply_rows(float (&d)[kRowTiles][kBlocks][4],
       Op::load_b(b_at + TileB::offset(kBlockColumns * n, step * Op::kDepthBytes), b);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        Op::multiply(d[m][n], a[m][step], b[0]);
-        Op::multiply(d[m][n + 1], a[m][step], b[1]);
+        Op::add_product(d[m][n], a[m][step], b[0]);
+        Op::add_product(d[m][n + 1], a[m][step], b[1]);
       }
     }
   }
@@ -102,14 +102,43 @@ template <class Op, class TileB, int kRowTiles, int kDepthBlocks, int kBlocks, c
 __forceinline__ void multiply_weights(float (&d)[kRowTiles][kBlocks][4],
                                       const float (&w)[kRowTiles][kDepthBlocks][4], u32 b_at,
                                       Prepare&& prepare) {
+  constexpr int kSteps = kDepthBlocks / Op::kDepthBlocks;
+  typename Op::A a[kSteps][kRowTiles];
+  const auto operand = [&](int step) {
 #pragma unroll
-  for (int depth = 0; depth < kDepthBlocks; depth += Op::kDepthBlocks) {
+    for (int block = 0; block < Op::kDepthBlocks; ++block) prepare(step * Op::kDepthBlocks + block);
 #pragma unroll
-    for (int block = 0; block < Op::kDepthBlocks; ++block) prepare(depth + block);
-    typename Op::A a[kRowTiles];
+    for (int m = 0; m < kRowTiles; ++m) {
+      a[step][m] = Op::from_accumulators(&w[m][step * Op::kDepthBlocks]);
+    }
+  };
+  const auto b_of = [&](int step, int n) {
+    return b_at +
+           TileB::offset(kBlockColumns * Op::kDepthBlocks * step, kBlockColumns * n * Op::kBytes);
+  };
+  if constexpr (Op::kSumsApart) {
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) a[m] = Op::from_accumulators(&w[m][depth]);
-    multiply_depth<Op, TileB>(d, a, b_at + TileB::offset(kBlockColumns * depth, 0));
+    for (int step = 0; step < kSteps; ++step) operand(step);
+#pragma unroll
+    for (int n = 0; n < kBlocks; n += 2) {
+      float sum[kRowTiles][2][4];
+      clear(sum);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        multiply_depth<Op, TileB>(sum, a[step], b_of(step, n));
+      }
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int idx = 0; idx < 8; ++idx) d[m][n + idx / 4][idx % 4] += sum[m][idx / 4][idx % 4];
+      }
+    }
+  } else {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      operand(step);
+      multiply_depth<Op, TileB>(d, a[step], b_of(step, 0));
+    }
   }
 }
 

@@ -51,7 +51,7 @@ struct TransposedTile<Element::kFloat32, kDepth, kColumns> {
 template <class Transposed, class TileB, int kDepth, int kRowTiles, int kBlocks>
 __forceinline__ void multiply_transposed(float (&d)[kRowTiles][kBlocks][4], u32 a_at, u32 b_at) {
   using Op = typename Transposed::Op;
-#pragma unroll
+#pragma unroll Op::kUnroll
   for (int depth = 0; depth < kDepth; depth += Op::kDepth) {
     typename Op::A a[kRowTiles];
 #pragma unroll
