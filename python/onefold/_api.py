@@ -89,7 +89,9 @@ def attention(
         max_seqlen_q: longest query sequence; only needed with bias or mask, whose shape it gives.
         max_seqlen_k: the same for keys.
         seqused_q: (B,) used lengths, an array or a list. Rows beyond give out 0 and lse -inf.
-        seqused_k: (B,) used lengths; keys beyond are never read.
+        seqused_k: (B,) used lengths; keys beyond are never read. Offsets and lengths outside their
+            tensor are refused; those that lie in a GPU's memory are not read back for that, but
+            cut to the tensor by the kernels.
         score_mod: not supported yet.
         mask_mod: not supported yet.
         aux: not supported yet.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
+from . import _core
 from . import _torch_ops as ops
 from ._options import (
     DIFFERENTIABLE,
@@ -45,6 +46,7 @@ def prepare(question: Arguments) -> Arguments:
     """Checks types, brings indices and seed to q's device, follows autocast, draws a seed."""
     ready = list(question)
     q = ready[0]
+    _check_host_lengths(question)
     for i in range(NUM_ARRAYS):
         if ready[i] is not None:
             if i in INDEX_ARRAYS:
@@ -76,6 +78,28 @@ def _beside(q: Tensor, name: str, given: Any) -> Any:
         _refuse_copy_in_capture(q, name, f"on {given.device}")
         return given.to(q.device)
     return given
+
+
+def _check_host_lengths(question: Arguments) -> None:
+    """Refuses wrong lengths of a call on a GPU, for which nothing is read back, where all are still
+    on the host: by the plan of the same call on the CPU, for which q, k and v are only shapes."""
+    q, k, v = question[:3]
+    given = {i: question[i] for i in INDEX_ARRAYS if question[i] is not None}
+    if not given or torch.compiler.is_compiling():
+        return
+    if not all(isinstance(x, Tensor) and x.is_cuda for x in (q, k, v)):
+        return
+    if not all(
+        isinstance(x, (list, tuple)) or (isinstance(x, Tensor) and x.is_cpu) for x in given.values()
+    ):
+        return
+    same: list[Any] = [None] * NUM_ARRAYS + list(question[NUM_ARRAYS:])
+    for i, x in enumerate((q, k, v)):
+        same[i] = torch.empty((), dtype=x.dtype).expand(x.shape)
+    for i, x in given.items():
+        same[i] = x if isinstance(x, Tensor) else torch.tensor(index_list(NAMES[i], x))
+    same[SEED] = 0
+    _core.plan(*same, None, False)
 
 
 def _refuse_copy_in_capture(q: Tensor, name: str, what: str) -> None:
