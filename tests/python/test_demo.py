@@ -10,6 +10,7 @@ import math
 import pathlib
 import re
 import statistics
+import sys
 
 import pytest
 
@@ -17,10 +18,19 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
+from onefold._demo.tiny_gpt import (  # noqa: E402
+    SEQUENCES,
+    TEXT,
+    Config,
+    Corpus,
+    Transformer,
+    rotate,
+    rotation,
+)
+
 from onefold._commands import demo, plots  # noqa: E402
 from onefold._demo import checks, sweep, training  # noqa: E402
 from onefold._demo.attentions import ATTENTIONS, plain  # noqa: E402
-from onefold._demo.transformer import Config, Transformer, rotate, rotation  # noqa: E402
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -43,7 +53,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def corpus():
-    return training.Corpus(training.TEXT.read_text(encoding="ascii"))
+    return Corpus(TEXT.read_text(encoding="ascii"))
 
 
 def small(corpus, context=64):
@@ -62,8 +72,8 @@ def trained(corpus, steps, attentions=ATTENTIONS):
 
 
 def test_the_text_that_ships_is_the_one_its_readme_describes():
-    content = training.TEXT.read_bytes()
-    readme = training.TEXT.with_name("README.md").read_text(encoding="utf-8")
+    content = TEXT.read_bytes()
+    readme = TEXT.with_name("README.md").read_text(encoding="utf-8")
     assert hashlib.sha256(content).hexdigest() in readme
     assert f"{len(content):,}".replace(",", " ") in readme
     assert "It is a truth universally acknowledged" in content.decode("ascii")
@@ -76,7 +86,7 @@ def test_a_text_survives_encoding_and_decoding(corpus):
 
 def test_targets_are_the_tokens_one_ahead(corpus):
     tokens, targets = next(corpus.batches(context=32, seed=0))
-    assert tokens.shape == targets.shape == (training.SEQUENCES, 32)
+    assert tokens.shape == targets.shape == (SEQUENCES, 32)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     assert corpus.decode(tokens[0]) in corpus.decode(corpus.tokens)
 
@@ -167,6 +177,7 @@ def test_the_example_trains_and_writes(monkeypatch, capsys):
     path = pathlib.Path(__file__).parents[2] / "examples" / "tiny_gpt.py"
     spec = importlib.util.spec_from_file_location("tiny_gpt", path)
     example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "tiny_gpt", example)  # its dataclass looks itself up
     spec.loader.exec_module(example)
     monkeypatch.setattr(example, "STEPS", 40)
     example.main()

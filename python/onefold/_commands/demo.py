@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from onefold._demo.training import Corpus, Step, Trainee
+    from onefold._demo.tiny_gpt import Corpus
+    from onefold._demo.training import Step, Trainee
 
 # 500 steps of the three models and the sweep take about a minute on two cores.
 DEFAULT_STEPS = 500
@@ -82,12 +83,12 @@ def demonstrate(steps: int, seed: int, picture: Path, device: str) -> int:
 
     from onefold._demo import training
     from onefold._demo.attentions import ATTENTIONS
-    from onefold._demo.transformer import Config
+    from onefold._demo.tiny_gpt import TEXT, Config, Corpus
 
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device is cuda: torch sees no CUDA device here")
     console = Console()
-    corpus = training.Corpus(training.TEXT.read_text(encoding="ascii"))
+    corpus = Corpus(TEXT.read_text(encoding="ascii"))
     config = Config(vocabulary=len(corpus.alphabet))
     trainees = {
         name: training.Trainee(config, attention, seed, steps, device)
@@ -124,7 +125,8 @@ def facts(trainees: dict[str, Trainee], steps: int, seed: int, device: str) -> R
     import torch
 
     import onefold
-    from onefold._demo import sweep, training
+    from onefold._demo import sweep
+    from onefold._demo.tiny_gpt import SEQUENCES
 
     model = trainees["onefold"].model
     return {
@@ -139,7 +141,7 @@ def facts(trainees: dict[str, Trainee], steps: int, seed: int, device: str) -> R
         else f"{torch.get_num_threads()} threads",
         "steps": steps,
         "seed": seed,
-        "sequences_per_batch": training.SEQUENCES,
+        "sequences_per_batch": SEQUENCES,
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "model": asdict(model.config),
         "sweep": {"batch": 1, "heads": sweep.HEADS, "head_dim": sweep.HEAD_DIM, "causal": True},
@@ -197,7 +199,7 @@ def report_speed(
     from rich.table import Table
 
     from onefold._demo import sweep as measure
-    from onefold._demo import training
+    from onefold._demo.tiny_gpt import SEQUENCES
 
     longest = measure.LENGTHS[device][-1]
     table = Table()
@@ -214,7 +216,7 @@ def report_speed(
     last = history[-10:]
     for name, trainee in trainees.items():
         timed = trainee.seconds[min(UNTIMED_STEPS, len(trainee.seconds) // 2) :]
-        tokens = training.SEQUENCES * trainee.model.config.context
+        tokens = SEQUENCES * trainee.model.config.context
         speed = tokens / statistics.median(timed)
         loss = statistics.fmean(shown.losses[name] for shown in last)
         records.append(

@@ -1,1 +1,1 @@
-"""What `onefold demo` trains: a small transformer, the text, the three attentions it compares."""
+"""What `onefold demo` does with the model of examples/tiny_gpt.py, which is installed beside."""

@@ -1,4 +1,4 @@
-"""The attentions that the demo compares, behind one signature (transformer.Attention).
+"""The attentions that the demo compares, behind one signature (tiny_gpt.Attention).
 
 Each maps q: [B, S, H, D], k and v: [B, S, G, D] to [B, S, H, D]; causal, scaled by 1 / sqrt(D).
 """
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import onefold
-from onefold._demo.transformer import Attention
+from onefold._demo.tiny_gpt import Attention
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import onefold
 from onefold._demo.attentions import ATTENTIONS
+from onefold._demo.tiny_gpt import Attention
 from onefold._demo.training import Step
-from onefold._demo.transformer import Attention
 
 EARLY_STEPS = 20  # before rounding is amplified
 EARLY_FACTOR = 2.0  # 0.9 to 1.1 between correct attentions; a scale wrong by 1e-4 gives 80 to 120

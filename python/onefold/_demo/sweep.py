@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from onefold._demo.attentions import ATTENTIONS
+from onefold._demo.tiny_gpt import Attention
 from onefold._demo.training import finish
-from onefold._demo.transformer import Attention
 
 HEADS, HEAD_DIM = 4, 64  # one sequence, as many key heads as query heads, fp32
 LENGTHS = {"cpu": (256, 512, 1024, 2048, 4096), "cuda": (1024, 2048, 4096, 8192, 16384)}

@@ -10,44 +10,15 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from onefold._demo.transformer import Attention, Config, Transformer
-
-TEXT = Path(__file__).with_name("pride_and_prejudice.txt")
+from onefold._demo.tiny_gpt import Attention, Config, Corpus, Transformer
 
 # Chosen by trying a dozen settings on two cores: the lowest loss after half a minute of training.
-SEQUENCES = 2  # per batch, each as long as the model's context
 LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 40
-
-
-class Corpus:
-    """A text as character numbers, and windows drawn from it."""
-
-    def __init__(self, text: str) -> None:
-        self.alphabet = sorted(set(text))
-        self.numbers = {character: number for number, character in enumerate(self.alphabet)}
-        self.tokens = self.encode(text)
-
-    def encode(self, text: str) -> Tensor:
-        return torch.tensor([self.numbers[character] for character in text])
-
-    def decode(self, tokens: Tensor) -> str:
-        return "".join(self.alphabet[number] for number in tokens.tolist())
-
-    def batches(self, context: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless pairs (tokens, targets), int64 [SEQUENCES, context]; targets are one ahead."""
-        generator = torch.Generator().manual_seed(seed)
-        window = torch.arange(context + 1)
-        while True:
-            last_start = len(self.tokens) - context - 1
-            start = torch.randint(last_start + 1, (SEQUENCES, 1), generator=generator)
-            tokens = self.tokens[start + window]
-            yield tokens[:, :-1], tokens[:, 1:]
 
 
 def finish(device: torch.device | str) -> None:
