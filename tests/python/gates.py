@@ -118,7 +118,7 @@ def moved(x: Any, device: str) -> Any:
 
 
 def skip_unless_it_computes(dtype: torch.dtype, head_dim: int, device: str) -> None:
-    """Skips the test for what is refused on a device; test_cuda.py holds it to the refusals."""
+    """Skips the test for what is refused on a device; the tests in cuda/ hold it to that."""
     if device == "cuda" and dtype == torch.float64:
         pytest.skip("float64 is refused on CUDA")
     if device == "cuda" and head_dim > 256:

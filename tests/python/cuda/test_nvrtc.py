@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ALGEBRA = sorted((ROOT / "include/onefold/algebra").glob("*.h"))
 HEADERS = {
     path.relative_to(ROOT / "include").as_posix(): path.read_text()

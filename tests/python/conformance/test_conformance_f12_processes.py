@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,12 +135,12 @@ def test_f12_5_every_instruction_set_meets_the_same_gates(isa):
     """The families again, in a process of its own, on a path that this processor would not take."""
     if not onefold_offers(isa):
         pytest.skip(f"this processor has no {isa}")
-    files = ["test_gates_families.py", "test_gates_edges.py"]
-    here = os.path.dirname(os.path.abspath(__file__))
+    folder = Path(__file__).parents[1] / "accuracy"
+    files = [folder / "test_gates_families.py", folder / "test_gates_edges.py"]
     some = "borders or bounds and (normal or deviation) or nan or nothing or predicted and normal"
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", some, *files],
-        cwd=here,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=280,

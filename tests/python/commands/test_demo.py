@@ -174,7 +174,7 @@ def test_nan_is_no_agreement(corpus, monkeypatch):
 
 
 def test_the_example_trains_and_writes(monkeypatch, capsys):
-    path = pathlib.Path(__file__).parents[2] / "examples" / "tiny_gpt.py"
+    path = pathlib.Path(__file__).parents[3] / "examples" / "tiny_gpt.py"
     spec = importlib.util.spec_from_file_location("tiny_gpt", path)
     example = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "tiny_gpt", example)  # its dataclass looks itself up
