@@ -95,7 +95,7 @@ def _check_host_lengths(question: Arguments) -> None:
         return
     same: list[Any] = [None] * NUM_ARRAYS + list(question[NUM_ARRAYS:])
     for i, x in enumerate((q, k, v)):
-        same[i] = torch.empty((), dtype=x.dtype).expand(x.shape)
+        same[i] = ops.stand_in(x)
     for i, x in given.items():
         same[i] = x if isinstance(x, Tensor) else torch.tensor(index_list(NAMES[i], x))
     same[SEED] = 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _core
 from ._options import DIFFERENTIABLE, NUM_ARRAYS, SEED
@@ -23,6 +24,7 @@ _QUESTION = (
     "SymInt? max_k"
 )
 NUM_GRADIENTS = 6
+_SYMBOLS = (torch.SymInt, torch.SymFloat)
 
 # A gradient's strides follow its input's, so a compiler must not change those behind our back. The
 # exact tag is newer than the fixed-order one, which stands in where it is missing; both at once
@@ -123,6 +125,27 @@ def launch_merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+# ---- what a tracer is told ----
+
+
+def stand_in(x: Tensor) -> Tensor:
+    """x in dtype and shape, on the CPU, of one zero: a valid length and a valid offset."""
+    return torch.zeros((), dtype=x.dtype, device="cpu").expand(x.shape)
+
+
+def _check_shapes(question: Sequence[Any]) -> None:
+    """Raises what the call itself would, as far as shapes, dtypes and options alone tell: by the
+    plan of the same call with nothing in it. A question with a symbol in it waits for its call, for
+    looking at the symbol would fix its value in the compiled program."""
+    tensors, numbers = question[: SEED + 1], question[SEED + 1 :]
+    sizes = [n for x in tensors if isinstance(x, Tensor) for n in x.shape]
+    if any(isinstance(n, _SYMBOLS) for n in (*sizes, *numbers)):
+        return
+    with _disable_current_modes():  # a tracer's modes would make stand-ins without memory
+        same = [stand_in(x) if isinstance(x, Tensor) else x for x in tensors]
+        _core.plan(*same, *numbers, None, False)
+
+
 # ---- operators ----
 
 
@@ -154,17 +177,20 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 @torch.library.register_fake("onefold::forward")
 def _forward_fake(*question: Any) -> tuple[Tensor, Tensor]:
+    _check_shapes(question)
     return _out_like(question[0], question[2]), _lse_like(question[0])
 
 
 @torch.library.register_fake("onefold::forward_into")
 def _forward_into_fake(*question_into: Any) -> Tensor:
+    _check_shapes(question_into[:-1])
     return _lse_like(question_into[0])
 
 
 @torch.library.register_fake("onefold::backward")
 def _backward_fake(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     *question, _out, _lse, _deterministic, needs = rest
+    _check_shapes(question)
     return tuple(
         torch.empty_like(question[i]) if need else question[0].new_empty(0)
         for i, need in zip(DIFFERENTIABLE, needs, strict=True)

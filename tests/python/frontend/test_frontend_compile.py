@@ -6,6 +6,8 @@ kernels, and skips the C++ compiler. A few tests go through inductor.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -365,6 +367,67 @@ def test_fake_tensors_get_fake_results_of_the_real_shape():
         assert isinstance(f, FakeTensor)
         assert (f.shape, f.dtype, f.stride()) == (r.shape, r.dtype, r.stride())
     assert gradient.shape == fakes[1].shape
+
+
+WRONG = [
+    ({"k": torch.zeros(2, 5, 3, 8), "v": torch.zeros(2, 5, 3, 8)}, "k has 3: the heads of k"),
+    ({"k": torch.zeros(2, 5, 2, 9)}, "^head_dim of k is 9"),
+    ({"v": torch.zeros(2, 5, 2, 8, dtype=torch.float64)}, "^v is float64: q is float32"),
+    ({"bias": torch.zeros(7, 5)}, r"^bias has shape \(7, 5\)"),
+    ({"sinks": torch.zeros(3)}, "^heads of sinks is 3"),
+    ({"seqused_k": torch.zeros(3, dtype=torch.int64)}, "seqused_k .*3"),
+    ({"softcap": -1.0}, "^softcap is -1"),
+]
+
+
+@pytest.mark.parametrize(("given", "match"), WRONG, ids=[" ".join(given) for given, _ in WRONG])
+def test_a_tracer_is_told_what_is_wrong_in_the_words_of_the_call(given, match):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    q, k, v = make_inputs(requires_grad=False)
+    arguments = {"q": q, "k": k, "v": v, **given}
+    with pytest.raises(ValueError, match=match) as real:
+        onefold.attention(**arguments)
+    with FakeTensorMode() as mode:
+        fakes = {
+            name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x
+            for name, x in arguments.items()
+        }
+        with pytest.raises(ValueError) as fake:
+            onefold.attention(**fakes)
+    assert str(fake.value) == str(real.value)
+    with pytest.raises(Exception, match=re.escape(str(real.value))):  # Dynamo wraps it
+        torch.compile(onefold.attention, fullgraph=True, backend=never_reached)(**arguments)
+
+
+def never_reached(graph, inputs):
+    raise AssertionError("a graph was compiled from a question that no call answers")
+
+
+def test_lengths_of_a_tracer_are_not_read():
+    """Offsets and lengths have no values yet, so none is refused."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k = torch.zeros(9, 4, 8), torch.zeros(9, 2, 8)
+        cu = torch.zeros(4, dtype=torch.int32)
+        mask = torch.ones(5, 7, dtype=torch.bool)
+        lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 5, "max_seqlen_k": 7}
+        assert onefold.attention(q, k, k, mask=mask, **lengths).shape == (9, 4, 8)
+
+
+def test_looking_at_shapes_makes_no_second_graph_for_other_lengths():
+    compiled = []
+
+    def count(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    call = torch.compile(onefold.attention, fullgraph=True, backend=count, dynamic=True)
+    for seqlen in (5, 6, 9, 30):
+        inputs = make_inputs(seqlen, requires_grad=False)
+        assert torch.equal(call(*inputs), onefold.attention(*inputs))
+    assert len(compiled) == 1
 
 
 # ---- the operators themselves ----
