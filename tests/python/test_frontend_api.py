@@ -401,11 +401,11 @@ def through_attention(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_compiled_module_reads_each_argument_from_the_same_place(name):
     valid = arguments(*(np.zeros((1, 1, 1, 1), np.float32) for _ in range(3)), {})
-    assert len(_core.plan(*valid, None, False)) == 5
+    assert len(_core.plan(*valid, None, False, None, None)) == 5
     position = NAMES.index(name)
     wrong = (*valid[:position], object(), *valid[position + 1 :])
     with pytest.raises((TypeError, ValueError), match=rf"^{re.escape(name)} is "):
-        _core.plan(*wrong, None, False)
+        _core.plan(*wrong, None, False, None, None)
 
 
 def test_the_operators_name_the_arguments_in_the_same_order():
