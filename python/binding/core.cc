@@ -10,7 +10,9 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "arguments.h"
@@ -289,6 +291,18 @@ void call_merge_states(const nb::args& args) {
   merge_states(place.context, parts, part_lses, merged, merged_lse);
 }
 
+// Two packed arrays, then seconds.
+double call_read_rate(nb::handle first, nb::handle second, double seconds) {
+  std::vector<std::span<const std::byte>> memory;
+  for (const auto& [name, array] : {std::pair{"first", first}, {"second", second}}) {
+    const Tensor t = tensor_from_python(array, {name});
+    memory.emplace_back(static_cast<const std::byte*>(t.data),
+                        static_cast<std::size_t>(t.elements() * size_bytes(t.dtype)));
+  }
+  const WithoutGil release;
+  return cpu::read_rate(memory, seconds);
+}
+
 // onefold::Error as ValueError, NotImplementedError or RuntimeError.
 void translate_error(const std::exception_ptr& thrown, void*) {
   try {
@@ -366,6 +380,8 @@ NB_MODULE(_core, m) {
   m.def(
       "fma_rate", [](double seconds) { return onefold::cpu::fma_rate(seconds); },
       nb::call_guard<WithoutGil>());
+  m.def("read_rate", &call_read_rate);
+  m.def("instruction_set", [] { return onefold::cpu::facts(1).isa; });
   define_reference(m);
   define_jit(m);
 }

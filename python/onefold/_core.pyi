@@ -45,6 +45,12 @@ def info() -> str: ...
 def fma_rate(seconds: float) -> float:
     """float32 FLOP/s of the calling thread, measured for so long; the GIL is released."""
 
+def read_rate(first: Any, second: Any, seconds: float) -> float:
+    """Bytes per second that the calling thread reads of two packed arrays on the CPU; likewise."""
+
+def instruction_set() -> str:
+    """Of the CPU backend: avx512, avx2 or baseline."""
+
 def add_compiler_path(folder: str) -> None:
     """A folder to look for NVRTC in; before the first kernel."""
 

@@ -66,8 +66,9 @@ def place(request: pytest.FixtureRequest):
 def one_torch_thread():
     """References are small: torch's own threads would only fight with onefold's, which are asked
     for by number so that torch's does not count."""
-    import onefold
     import torch
+
+    import onefold
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
