@@ -23,8 +23,8 @@ from onefold._bench.cases import Case, Record, record_of
 
 MIN_SECONDS = 0.02  # a sample repeats a call until it takes this long
 PROBE_SECONDS = 0.03
-# A candidate whose rounds would take longer sits some of them out, down to two.
-MOST_SECONDS = 3.0
+# A candidate whose rounds would take longer sits some of them out.
+MOST_SECONDS = 2.5
 STEADY = 0.95  # of the median probe
 HOST_LENGTHS = (1, 16, 64)
 HOST_HEADS, HOST_HEAD_DIM = 8, 64
@@ -75,7 +75,7 @@ def measure(case: Case, names: Sequence[str], rounds: int) -> list[Record]:
             result = call()
             first = time.perf_counter() - start
             errors[name] = attentions.error_of(result, case, x)
-            turns[name] = min(rounds, max(2, int(MOST_SECONDS / first)))
+            turns[name] = min(rounds, max(1, int(MOST_SECONDS / first)))
         seconds: dict[str, list[float]] = {name: [] for name in names}
         probes = [probe()]
         for i in range(rounds):
@@ -95,7 +95,11 @@ def measure(case: Case, names: Sequence[str], rounds: int) -> list[Record]:
 
 def machine() -> Record:
     """What every line is about."""
-    return {"isa": _core.instruction_set(), "cpu": cpu_model()}
+    return {
+        "isa": _core.instruction_set(),
+        "torch_isa": torch.backends.cpu.get_cpu_capability(),
+        "cpu": cpu_model(),
+    }
 
 
 def cpu_model() -> str:

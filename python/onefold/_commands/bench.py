@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -190,6 +192,14 @@ def facts() -> Record:
     }
 
 
+def hold_torch() -> None:
+    """With ONEFOLD_BACKEND=avx2 this is a machine of AVX2 for torch and its libraries too, unless
+    they are loaded already or told otherwise."""
+    if _core.instruction_set() == "avx2" and "torch" not in sys.modules:
+        for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"):
+            os.environ.setdefault(name, "avx2" if name.startswith("ATEN") else "AVX2")
+
+
 def measure_all(
     todo: list[Case], args: argparse.Namespace, keep: Callable[[Record], None], console: Any
 ) -> None:
@@ -275,7 +285,8 @@ def introduction(dtype: str, console: Any, cuda: bool) -> list[Record]:
 
         lines = cpu.host_lines()
         machine = cpu.machine()
-        sentences = [f"{machine['cpu']}, {machine['isa']}", cpu.host_sentence(lines)]
+        where = "{cpu}, {isa}; torch takes it for {torch_isa}".format(**machine)
+        sentences = [where, cpu.host_sentence(lines)]
     for sentence in sentences:
         console.print(sentence, soft_wrap=True)
     return lines
@@ -287,6 +298,7 @@ def run(args: argparse.Namespace) -> int:
 
     if (args.rounds is not None and args.rounds < 1) or min(args.threads or [1]) < 1:
         raise ValueError("--rounds and --threads are counts: at least 1 is needed")
+    hold_torch()
     console = Console()
     path = Path(args.show or args.out)
     records = plots.read_records(path) if args.show else measured(args, console)
