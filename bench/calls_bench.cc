@@ -4,6 +4,7 @@
 #include <benchmark/benchmark.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "cpu/thread_pool.h"
@@ -74,6 +75,29 @@ BENCHMARK(forward_small)
     ->Args({1, 1024})
     ->Args({16, 16})
     ->Args({64, 64});
+
+void backward_small(benchmark::State& state) {
+  const Question question(state.range(0), state.range(0));
+  std::vector<float> dout = Question::numbers(state.range(0)), dq = dout, dk = dout, dv = dout;
+  std::vector<float> lse(static_cast<std::size_t>(kHeads * state.range(0)));
+  const auto like = [&question](std::vector<float>& memory) {
+    Tensor t = question.attention.q;
+    t.data = memory.data();
+    return t;
+  };
+  const Tensor row_sums = Tensor::packed(lse.data(), DType::kFloat32, {1, kHeads, state.range(0)});
+  Gradients gradients;
+  gradients.dq = like(dq);
+  gradients.dk = like(dk);
+  gradients.dv = like(dv);
+  set_num_threads(1);
+  forward({}, question.attention, question.to, row_sums);
+  for ([[maybe_unused]] auto _ : state) {
+    backward({}, question.attention, question.to, row_sums, like(dout), std::nullopt, gradients);
+  }
+  set_num_threads(0);
+}
+BENCHMARK(backward_small)->ArgName("tokens")->Arg(1)->Arg(16)->Arg(64);
 
 void merge_parts(benchmark::State& state) {
   constexpr std::int64_t kRows = 4096;

@@ -10,11 +10,14 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "arguments.h"
 #include "cpu/cpu.h"
+#include "cpu/thread_pool.h"
 #include "gil.h"
 #include "onefold/attention.h"
 #include "tensor.h"
@@ -156,18 +159,30 @@ std::shared_ptr<void> framework_memory(nb::handle allocate, nb::handle like, std
   return {kept, reinterpret_cast<void*>(nb::cast<std::uintptr_t>(owner->attr("data_ptr")()))};
 }
 
-// Where a call on `like` runs. `at` is where args names the stream (an int) and the allocator
-// (called with `like` and a number of bytes); None for both on the CPU.
-Context context_of(const nb::args& args, std::size_t at, const Tensor& tensor, nb::handle like) {
+// What a call runs on, alive until it has returned.
+struct Place {
   Context context;
-  if (tensor.device.type == DeviceType::kCpu) return context;
-  context.device = tensor.device;
-  if (args[at].is_none()) return context;
-  context.stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(args[at]));
-  context.allocate = [allocate = nb::handle(args[at + 1]), like](std::size_t bytes) {
+  std::shared_ptr<Executor> threads;  // of context.executor
+};
+
+// Where a call on `tensor` runs. `at` is where args says so: on the CPU how many threads the host
+// has set for itself, if any; else the stream (an int) and the allocator, which is called with
+// `like` and a number of bytes; None where there is nothing to say.
+Place place_of(const nb::args& args, std::size_t at, const Tensor& tensor, nb::handle like) {
+  Place place;
+  place.context.device = tensor.device;
+  if (args[at].is_none()) return place;
+  if (tensor.device.type == DeviceType::kCpu) {
+    place.threads = cpu::pool_for_host(nb::cast<int>(args[at]));
+    place.context.executor = place.threads.get();
+    return place;
+  }
+  place.context.stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(args[at]));
+  if (at + 1 == args.size()) return place;  // of a call that asks for no memory
+  place.context.allocate = [allocate = nb::handle(args[at + 1]), like](std::size_t bytes) {
     return framework_memory(allocate, like, bytes);
   };
-  return context;
+  return place;
 }
 
 // ---- the calls ----
@@ -177,13 +192,13 @@ void call_forward(const nb::args& args) {
   const Attention attention = read_attention(args, 0);
   const Tensor out = tensor_from_python(args[kNumArguments], output("out"));
   const std::optional<Tensor> lse = optional_tensor(args[kNumArguments + 1], output("lse"));
-  const Context context = context_of(args, kNumArguments + 2, attention.q, args[0]);
+  const Place place = place_of(args, kNumArguments + 2, attention.q, args[0]);
   const WithoutGil release;
-  forward(context, attention, out, lse);
+  forward(place.context, attention, out, lse);
 }
 
 // dout, dlse, the arguments, out, lse, the six gradients to write, None where not wanted, whether
-// their bits have to repeat, then stream and allocator.
+// their bits have to repeat, then the place.
 void call_backward(const nb::args& args) {
   check_count(args, 13, "backward");
   const std::optional<Tensor> dout = optional_tensor(args[0], {"dout"});
@@ -200,9 +215,9 @@ void call_backward(const nb::args& args) {
   gradients.dslopes = optional_tensor(args[next++], output("dslopes"));
   gradients.dsinks = optional_tensor(args[next++], output("dsinks"));
   gradients.deterministic = nb::cast<bool>(args[next++]);
-  const Context context = context_of(args, next, attention.q, args[2]);
+  const Place place = place_of(args, next, attention.q, args[2]);
   const WithoutGil release;
-  backward(context, attention, out, lse, dout, dlse, gradients);
+  backward(place.context, attention, out, lse, dout, dlse, gradients);
 }
 
 // Gradients of the inputs in their own places, for calls that write none; absent for None.
@@ -221,13 +236,12 @@ std::optional<Gradients> wanted(const Attention& a, nb::handle needs, nb::handle
 }
 
 nb::tuple call_plan(const nb::args& args) {
-  check_count(args, 2, "plan");
+  check_count(args, 4, "plan");
   const Attention attention = read_attention(args, 0);
   const auto gradients = wanted(attention, args[kNumArguments], args[kNumArguments + 1]);
-  Context context;
-  context.device = attention.q.device;
-  const Plan p = gradients ? plan(context, attention, *gradients)
-                           : plan(context, attention, Direction::kForward);
+  const Place place = place_of(args, kNumArguments + 2, attention.q, args[0]);
+  const Plan p = gradients ? plan(place.context, attention, *gradients)
+                           : plan(place.context, attention, Direction::kForward);
   return nb::make_tuple(nb::str(p.backend.c_str()), nb::str(p.kernel.c_str()), p.work_items,
                         p.workspace_bytes, nb::str(p.why.c_str()));
 }
@@ -265,19 +279,28 @@ nb::list call_prebuild(const nb::args& args) {
   return to_python(built);
 }
 
-void call_merge_states(nb::handle outs, nb::handle lses, nb::handle out, nb::handle lse,
-                       nb::handle stream) {
-  const Tensor parts = tensor_from_python(outs, {"outs"});
-  const Tensor part_lses = tensor_from_python(lses, {"lses"});
-  const Tensor merged = tensor_from_python(out, output("out"));
-  const Tensor merged_lse = tensor_from_python(lse, output("lse"));
-  Context context;
-  context.device = parts.device;
-  if (!stream.is_none()) {
-    context.stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(stream));
+// outs, lses, out, lse, then the host's threads or the stream.
+void call_merge_states(const nb::args& args) {
+  if (args.size() != 5) throw nb::type_error("merge_states takes 5 positional arguments");
+  const Tensor parts = tensor_from_python(args[0], {"outs"});
+  const Tensor part_lses = tensor_from_python(args[1], {"lses"});
+  const Tensor merged = tensor_from_python(args[2], output("out"));
+  const Tensor merged_lse = tensor_from_python(args[3], output("lse"));
+  const Place place = place_of(args, 4, parts, args[0]);
+  const WithoutGil release;
+  merge_states(place.context, parts, part_lses, merged, merged_lse);
+}
+
+// Two packed arrays, then seconds.
+double call_read_rate(nb::handle first, nb::handle second, double seconds) {
+  std::vector<std::span<const std::byte>> memory;
+  for (const auto& [name, array] : {std::pair{"first", first}, {"second", second}}) {
+    const Tensor t = tensor_from_python(array, {name});
+    memory.emplace_back(static_cast<const std::byte*>(t.data),
+                        static_cast<std::size_t>(t.elements() * size_bytes(t.dtype)));
   }
   const WithoutGil release;
-  merge_states(context, parts, part_lses, merged, merged_lse);
+  return cpu::read_rate(memory, seconds);
 }
 
 // onefold::Error as ValueError, NotImplementedError or RuntimeError.
@@ -350,14 +373,15 @@ NB_MODULE(_core, m) {
   m.def("plan", &call_plan);
   m.def("warm_up", &call_warm_up);
   m.def("prebuild", &call_prebuild);
-  m.def("merge_states", &call_merge_states, nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-        nb::arg().none());
+  m.def("merge_states", &call_merge_states);
   m.def("set_num_threads", [](int count) { onefold::set_num_threads(count); });
   m.def("num_threads", [] { return onefold::num_threads(); });
   m.def("info", [] { return nb::str(onefold::info().c_str()); });
   m.def(
       "fma_rate", [](double seconds) { return onefold::cpu::fma_rate(seconds); },
       nb::call_guard<WithoutGil>());
+  m.def("read_rate", &call_read_rate);
+  m.def("instruction_set", [] { return onefold::cpu::facts(1).isa; });
   define_reference(m);
   define_jit(m);
 }

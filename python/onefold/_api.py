@@ -219,9 +219,10 @@ def explain(
     given = [question[i] is not None for i in DIFFERENTIABLE]
     if deterministic is None:
         deterministic = module.wants_determinism()
+    place = module.place(q)
     explanation = Explanation(
-        Plan("forward", *_core.plan(*question, None, False)),
-        Plan("backward", *_core.plan(*question, given, deterministic)),
+        Plan("forward", *_core.plan(*question, None, False, *place)),
+        Plan("backward", *_core.plan(*question, given, deterministic, *place)),
     )
     print(explanation)
     return explanation
@@ -276,7 +277,11 @@ def info() -> str:
 
 
 def set_num_threads(count: int) -> None:
-    """Threads for every later call; 0 = as many as the process may use. Results do not change."""
+    """Threads for every later call; results do not change.
+
+    0, which is also the default, means as many as the process may use (its affinity, the limits of
+    its container) and, when the arrays are torch tensors, no more than `torch.get_num_threads()`.
+    """
     threads = integer("count", count)
     if not 0 <= threads <= 4096:
         raise ValueError(f"count is {threads}: from 0 (all there are) to 4096 is needed")
@@ -284,5 +289,5 @@ def set_num_threads(count: int) -> None:
 
 
 def get_num_threads() -> int:
-    """How many threads a call uses."""
+    """How many threads a call may use, before torch has a say: see `set_num_threads`."""
     return _core.num_threads()

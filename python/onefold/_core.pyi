@@ -3,9 +3,10 @@
 `question` is always the same twenty positional arguments, those of `argument_names`. seed is an int
 or one element of int64, scale a float or None, causal "none", "bottom_right" or "top_left".
 
-On a CUDA device `stream` is the handle of the stream to use, an int, and `allocate(q, bytes)` gives
-an array with that much memory, which is dropped when the stream has been told all; None and None
-on the CPU.
+The last two say where a call runs. On a CUDA device `stream` is the handle of the stream to use, an
+int, and `allocate(q, bytes)` gives an array with that much memory, which is dropped when the stream
+has been told all. On the CPU the first is how many threads the host has set for itself, or None,
+and the second is None.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ def backward(*dout_dlse_question_out_lse_gradients_deterministic_stream_allocate
     """dout, dlse, question, out, lse, dq, dk, dv, dbias, dslopes, dsinks (None if not wanted),
     deterministic, stream, allocate."""
 
-def plan(*question_needs_deterministic: Any) -> tuple[str, str, int, int, str]:
+def plan(*question_needs_deterministic_stream_allocate: Any) -> tuple[str, str, int, int, str]:
     """Like `warm_up`; tells backend, kernel, work items, workspace bytes, why."""
 
 def warm_up(*question_needs_deterministic: Any) -> list[str]:
@@ -35,7 +36,7 @@ def warm_up(*question_needs_deterministic: Any) -> list[str]:
 def prebuild(*question_needs_deterministic_arch: Any) -> list[str]:
     """Compiles the same for a device of `arch` (900)."""
 
-def merge_states(outs: Any, lses: Any, out: Any, lse: Any, stream: int | None) -> None:
+def merge_states(*outs_lses_out_lse_stream: Any) -> None:
     """outs (N, R, D), lses (N, R) into out (R, D), lse (R,)."""
 
 def set_num_threads(count: int) -> None: ...
@@ -43,6 +44,12 @@ def num_threads() -> int: ...
 def info() -> str: ...
 def fma_rate(seconds: float) -> float:
     """float32 FLOP/s of the calling thread, measured for so long; the GIL is released."""
+
+def read_rate(first: Any, second: Any, seconds: float) -> float:
+    """Bytes per second that the calling thread reads of two packed arrays on the CPU; likewise."""
+
+def instruction_set() -> str:
+    """Of the CPU backend: avx512, avx2 or baseline."""
 
 def add_compiler_path(folder: str) -> None:
     """A folder to look for NVRTC in; before the first kernel."""

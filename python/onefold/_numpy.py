@@ -44,8 +44,13 @@ def attention(question: Arguments, deterministic: bool | None, return_lse: bool,
     else:
         _check_array("out", out)
     lse = np.empty(lse_shape(q.shape), dtype=lse_dtype(q.dtype)) if return_lse else None
-    _core.forward(*ready, out, lse, None, None)
+    _core.forward(*ready, out, lse, *place(q))
     return (out, lse) if return_lse else out
+
+
+def place(q: Any) -> tuple[None, None]:
+    """The last two arguments of a call in `_core`: all of onefold's threads."""
+    return None, None
 
 
 def lse_shape(q_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -71,7 +76,7 @@ def merge_states(outs: Any, lses: Any) -> tuple[Any, Any]:
         rows.reshape(num_parts, num_rows),
         out.reshape(num_rows, head_dim),
         merged.reshape(num_rows),
-        None,
+        place(outs)[0],
     )
     return out, np.swapaxes(merged, -1, -2) if heads_first else merged
 

@@ -147,6 +147,9 @@ def _refuse_tangents(function: str, names: Sequence[str], tensors: Sequence[Any]
             raise NotImplementedError(_FORWARD_MODE.format(function, name))
 
 
+place = ops.place
+
+
 def wants_determinism() -> bool:
     """What deterministic=None means."""
     return torch.are_deterministic_algorithms_enabled()

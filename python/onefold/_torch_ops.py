@@ -57,11 +57,12 @@ def _out_like(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
-def _place(q: Tensor) -> tuple[Any, Any]:
-    """The last two arguments of a call in `_core`: torch's current stream there, and its pool."""
+def place(q: Tensor) -> tuple[Any, Any]:
+    """The last two arguments of a call in `_core`: torch's current stream there, and its pool; on
+    the CPU the threads that torch gives itself."""
     if q.is_cuda:
         return torch._C._cuda_getCurrentRawStream(q.get_device()), _workspace
-    return None, None
+    return torch.get_num_threads(), None
 
 
 def _workspace(q: Tensor, size_bytes: int) -> Tensor:
@@ -85,14 +86,14 @@ def launch_forward(*question: Any, want_lse: bool = True) -> tuple[Tensor, Tenso
     q = question[0]
     out = _out_like(q, question[2])
     lse = _lse_like(q) if want_lse else None
-    _core.forward(*_resolved(question), out, lse, *_place(q))
+    _core.forward(*_resolved(question), out, lse, *place(q))
     return out, lse
 
 
 def launch_forward_into(*question_into: Any) -> Tensor:
     *question, into = question_into
     lse = _lse_like(question[0])
-    _core.forward(*_resolved(question), into, lse, *_place(question[0]))
+    _core.forward(*_resolved(question), into, lse, *place(question[0]))
     return lse
 
 
@@ -104,9 +105,9 @@ def launch_backward(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> lis
         for i, need in zip(DIFFERENTIABLE, needs, strict=True)
     ]
     cotangents = [None if t is None else t.resolve_neg() for t in (dout, dlse)]
-    place = _place(question[0])
+    where = place(question[0])
     ready = _resolved(question)
-    _core.backward(*cotangents, *ready, out, lse, *gradients, deterministic, *place)
+    _core.backward(*cotangents, *ready, out, lse, *gradients, deterministic, *where)
     return gradients
 
 
@@ -120,7 +121,7 @@ def launch_merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         lses.resolve_neg().reshape(parts, rows),
         out.view(rows, head_dim),
         lse.view(rows),
-        _place(outs)[0],
+        place(outs)[0],
     )
     return out, lse
 

@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -127,6 +128,22 @@ void clear_lse(const Problem& p, const Numbers& lse) {
       for (std::int64_t r = 0; r < p.rows_q; ++r) row[r * lse.row] = kEmpty<Number>;
     }
   }
+}
+
+// What `work` gets done per second, by its own account, over about `seconds`; a first run is not
+// counted.
+template <class Work>
+double rate_of(double seconds, Work&& work) {
+  using Clock = std::chrono::steady_clock;
+  work();
+  const auto start = Clock::now();
+  double done = 0;
+  std::chrono::duration<double> elapsed{};
+  do {
+    done += work();
+    elapsed = Clock::now() - start;
+  } while (elapsed.count() < seconds);
+  return done / elapsed.count();
 }
 
 // dSlopes or dSinks from the items' sums, in the order (b, chunk), in double.
@@ -280,18 +297,19 @@ void merge_states(const Tensor& outs, const Tensor& lses, const Tensor& out, con
 }
 
 double fma_rate(double seconds) {
-  using Clock = std::chrono::steady_clock;
   constexpr std::int64_t kRounds = 100000;
+  return rate_of(seconds, [&kernels = *chosen().kernels] { return kernels.fma_probe(kRounds); });
+}
+
+double read_rate(const std::vector<std::span<const std::byte>>& memory, double seconds) {
   const Kernels& kernels = *chosen().kernels;
-  kernels.fma_probe(kRounds);  // wakes the unit up
-  const auto start = Clock::now();
-  double operations = 0;
-  std::chrono::duration<double> elapsed{};
-  do {
-    operations += kernels.fma_probe(kRounds);
-    elapsed = Clock::now() - start;
-  } while (elapsed.count() < seconds);
-  return operations / elapsed.count();
+  return rate_of(seconds, [&] {
+    std::int64_t bytes = 0;
+    for (const auto& part : memory) {
+      bytes += kernels.read_probe(part.data(), static_cast<std::int64_t>(part.size()));
+    }
+    return static_cast<double>(bytes);
+  });
 }
 
 }  // namespace onefold::cpu

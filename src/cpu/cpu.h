@@ -5,6 +5,8 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
+#include <vector>
 
 #include "core/work.h"
 
@@ -26,5 +28,9 @@ void merge_states(const Tensor& outs, const Tensor& lses, const Tensor& out, con
 // float32 multiply-adds of the calling thread with the chosen instruction set, in floating-point
 // operations per second, measured for about `seconds`: the yardstick of benchmarks.
 double fma_rate(double seconds);
+
+// Bytes per second that the calling thread reads of these pieces of memory, in turn, measured for
+// about `seconds`: the yardstick of what is bound by memory.
+double read_rate(const std::vector<std::span<const std::byte>>& memory, double seconds);
 
 }  // namespace onefold::cpu

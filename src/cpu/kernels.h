@@ -58,6 +58,8 @@ struct Kernels {
   void (*bias_gradient)(const BackwardCall&, std::int64_t item, int worker);
   // Multiply-adds of one core, for benchmarks: returns the floating-point operations done.
   double (*fma_probe)(std::int64_t rounds);
+  // Reads memory as fast as loads go, for benchmarks: returns the bytes read, up to the last few.
+  std::int64_t (*read_probe)(const void* data, std::int64_t bytes);
 };
 
 // Null when this build does not have the set. Whether the processor has it is asked before, by

@@ -20,6 +20,7 @@
 #include <string>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace onefold::cpu {
@@ -47,6 +48,7 @@ double own_quota(const std::filesystem::path& group) {
 // One call of parallel_for, shared by the threads that help with it.
 struct Job {
   std::int64_t count = 0;
+  int num_workers = 0;  // those with a smaller number may help
   Executor::Body body = nullptr;
   void* context = nullptr;
   std::atomic<std::int64_t> next{0};
@@ -75,16 +77,22 @@ class ThreadPool final : public Executor {
   int concurrency() const override { return threads_; }
 
   void parallel_for(std::int64_t count, Body body, void* context) override {
+    run(count, body, context, threads_);
+  }
+
+  // By the first so many workers.
+  void run(std::int64_t count, Body body, void* context, int num_workers) {
     // One call owns the workers at a time; whoever finds them taken works alone, which is also
     // what a nested call does.
     std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
-    if (threads_ <= 1 || count <= 1 || !owner.owns_lock()) {
+    if (num_workers <= 1 || count <= 1 || !owner.owns_lock()) {
       for (std::int64_t idx = 0; idx < count; ++idx) body(context, idx, 0);
       return;
     }
-    start();
+    start(num_workers);
     Job job;
     job.count = count;
+    job.num_workers = num_workers;
     job.body = body;
     job.context = context;
     {
@@ -106,8 +114,8 @@ class ThreadPool final : public Executor {
  private:
   // The workers that are still missing. Where the system has no more threads to give, those that
   // are there do the work, and the next call asks again.
-  void start() {
-    for (int worker = 1 + static_cast<int>(workers_.size()); worker < threads_; ++worker) {
+  void start(int num_workers) {
+    for (int worker = 1 + static_cast<int>(workers_.size()); worker < num_workers; ++worker) {
       try {
         workers_.emplace_back([this, worker] { serve(worker); });
       } catch (const std::system_error&) {
@@ -139,7 +147,7 @@ class ThreadPool final : public Executor {
         seen = generation_.load();
         if (stopping_) return;
         job = job_;
-        if (job == nullptr) continue;
+        if (job == nullptr || worker >= job->num_workers) continue;
         job->helpers.fetch_add(1);
       }
       job->work(worker);
@@ -158,6 +166,21 @@ class ThreadPool final : public Executor {
   std::atomic<std::uint64_t> generation_{0};
   Job* job_ = nullptr;
   bool stopping_ = false;
+};
+
+// Some threads of a pool, for one call.
+class Share final : public Executor {
+ public:
+  Share(std::shared_ptr<ThreadPool> pool, int threads)
+      : pool_(std::move(pool)), threads_(threads) {}
+  int concurrency() const override { return threads_; }
+  void parallel_for(std::int64_t count, Body body, void* context) override {
+    pool_->run(count, body, context, threads_);
+  }
+
+ private:
+  const std::shared_ptr<ThreadPool> pool_;
+  const int threads_;
 };
 
 // The pool in use. Replaced, never resized, so that a running call keeps the one it started with.
@@ -185,7 +208,12 @@ void forget_in_child() {
 #endif
 }
 
-std::shared_ptr<ThreadPool> current_pool() {
+struct Chosen {
+  std::shared_ptr<ThreadPool> pool;
+  bool by_number;  // its size was asked for
+};
+
+Chosen current_pool() {
   forget_in_child();
   Current& current = *current_slot();
   const std::lock_guard<std::mutex> lock(current.mutex);
@@ -193,7 +221,7 @@ std::shared_ptr<ThreadPool> current_pool() {
     const int threads = current.wanted > 0 ? current.wanted : available_processors();
     current.pool = std::make_shared<ThreadPool>(threads);
   }
-  return current.pool;
+  return {current.pool, current.wanted > 0};
 }
 
 }  // namespace
@@ -230,7 +258,17 @@ int available_processors() {
   return std::max(count, 1);
 }
 
-std::shared_ptr<Executor> default_pool() { return current_pool(); }
+std::shared_ptr<Executor> default_pool() { return current_pool().pool; }
+
+std::shared_ptr<Executor> pool_for_host(int count) {
+  const Chosen chosen = current_pool();
+  if (chosen.by_number || count <= 0 || count >= chosen.pool->concurrency()) return chosen.pool;
+  return share_of(chosen.pool, count);
+}
+
+std::shared_ptr<Executor> share_of(const std::shared_ptr<Executor>& pool, int count) {
+  return std::make_shared<Share>(std::static_pointer_cast<ThreadPool>(pool), count);
+}
 
 void set_pool_threads(int count) {
   Current& current = *current_slot();
@@ -240,6 +278,6 @@ void set_pool_threads(int count) {
   old.swap(current.pool);
 }
 
-int pool_threads() { return current_pool()->concurrency(); }
+int pool_threads() { return current_pool().pool->concurrency(); }
 
 }  // namespace onefold::cpu

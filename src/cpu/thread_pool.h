@@ -25,6 +25,13 @@ int quota_processors(std::istream& memberships, const std::filesystem::path& mou
 // started with: set_pool_threads replaces the pool and never resizes it.
 std::shared_ptr<Executor> default_pool();
 
+// What a host with `count` threads of its own lends a call: the default pool, or that many of its
+// threads, the caller included. A number given to set_pool_threads says more; 0 says nothing.
+std::shared_ptr<Executor> pool_for_host(int count);
+
+// The first `count` threads of a pool of this file, of which there are at least as many.
+std::shared_ptr<Executor> share_of(const std::shared_ptr<Executor>& pool, int count);
+
 // Threads of the default pool, the caller included; 0 means available_processors().
 void set_pool_threads(int count);
 int pool_threads();

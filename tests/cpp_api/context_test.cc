@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -58,6 +59,51 @@ TEST(ContextOfACall, a_program_s_own_executor_does_all_the_work) {
     ASSERT_FALSE(executor.counts.empty());
     EXPECT_EQ(executor.counts[0], plan(context, others.a, Direction::kBackward).work_items);
     expect_same_bits(others, own);
+  }
+}
+
+// A host's threads: started for each job, as many as it likes, none of them onefold's.
+class Lending : public Executor {
+ public:
+  explicit Lending(int workers) : workers_(workers) {}
+  int concurrency() const override { return workers_; }
+  void parallel_for(std::int64_t count, Body body, void* context) override {
+    std::atomic<std::int64_t> next{0};
+    std::vector<std::thread> threads;
+    for (int worker = 0; worker < workers_; ++worker) {
+      threads.emplace_back([&, worker] {
+        for (std::int64_t idx = next++; idx < count; idx = next++) {
+          body(context, idx, worker);
+          ++done;
+          std::this_thread::yield();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+  std::atomic<std::int64_t> done{0};
+
+ private:
+  int workers_;
+};
+
+TEST(ContextOfACall, a_host_may_lend_its_threads) {
+  Call own = some_call(), lent = some_call(), decode(1, 1, 5000, 8, 2, 32),
+       lent_decode(1, 1, 5000, 8, 2, 32);
+  own.run();
+  forward({}, decode.a, decode.out, decode.lse);
+  for (const int workers : {2, 5}) {
+    Lending executor(workers);
+    Context context;
+    context.executor = &executor;
+    lent.run(context);
+    expect_same_bits(lent, own);
+    forward(context, lent_decode.a, lent_decode.out, lent_decode.lse);
+    expect_same_bits(lent_decode.out, decode.out);
+    const std::int64_t planned = plan(context, lent.a, Direction::kForward).work_items +
+                                 plan(context, lent.a, Direction::kBackward).work_items +
+                                 plan(context, lent_decode.a, Direction::kForward).work_items;
+    EXPECT_GE(executor.done.load(), planned);  // and the merging of what was split
   }
 }
 

@@ -236,6 +236,36 @@ TEST_F(ThreadPool, no_count_means_the_processors_this_process_may_use) {
 #endif
 }
 
+TEST_F(ThreadPool, a_host_s_own_count_is_kept_unless_a_number_was_asked_for) {
+  const int all = cpu::available_processors();
+  EXPECT_EQ(cpu::pool_for_host(0)->concurrency(), all);
+  EXPECT_EQ(cpu::pool_for_host(all + 5)->concurrency(), all);
+  const auto one = cpu::pool_for_host(1);
+  EXPECT_EQ(one->concurrency(), 1);
+  expect_promise_kept(*one, 100);
+  cpu::set_pool_threads(3);
+  EXPECT_EQ(cpu::pool_for_host(1)->concurrency(), 3);
+}
+
+// Hosts of different counts share the pool's threads: each call sees no more than its own.
+TEST_F(ThreadPool, a_share_of_a_pool_keeps_the_whole_promise) {
+  const auto pool = pool_of(4);
+  for (const int threads : {1, 2, 3, 4}) {
+    const auto share = cpu::share_of(pool, threads);
+    ASSERT_EQ(share->concurrency(), threads);
+    for (int again = 0; again < 20; ++again) {
+      expect_promise_kept(*share, 100);
+      expect_promise_kept(*pool, 100);
+    }
+    std::atomic<int> here{0};
+    run(*share, threads, [&](std::int64_t, int) {
+      ++here;
+      while (here.load() < threads) std::this_thread::yield();  // each waits for the others
+    });
+    EXPECT_EQ(here.load(), threads);
+  }
+}
+
 TEST_F(ThreadPool, a_forked_child_has_threads_of_its_own_even_if_its_parent_was_at_work) {
 #if !defined(__linux__)
   GTEST_SKIP() << "this system has no pthread_atfork";

@@ -64,10 +64,15 @@ def place(request: pytest.FixtureRequest):
 
 @pytest.fixture(autouse=True, scope="session")
 def one_torch_thread():
-    """References are small: torch's own threads would only fight with onefold's."""
+    """References are small: torch's own threads would only fight with onefold's, which are asked
+    for by number so that torch's does not count."""
     import torch
+
+    import onefold
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    onefold.set_num_threads(onefold.get_num_threads())
     yield
     torch.set_num_threads(before)
+    onefold.set_num_threads(0)

@@ -1,266 +1,175 @@
 """`onefold bench`: time and error of attention beside what PyTorch has, on the CPU or a GPU.
 
 Candidates are timed in turn within every round, so that a slow second of the machine hits them all,
-and each round begins with a probe of what the machine can do: the float32 multiply-adds of the same
-threads, or the GPU's matrix product. A line holds the median round. FLOP/s counts useful work: 4 D
-per visible pair and head forward, 10 D backward (the recomputed scores included), whatever a
-candidate really does.
+and between rounds stands a probe of what the machine can do: on the CPU the float32 multiply-adds
+of the same threads or, for decoding, their reading of memory; on a GPU the matrix product. A line
+holds the median round. FLOP/s counts useful work: 4 D per visible pair and head forward, 10 D
+backward (the recomputed scores included), whatever a candidate really does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import statistics
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onefold import __version__, _core
-from onefold._commands import bench_cuda
+from onefold._bench import cases
+from onefold._bench.cases import DIRECTIONS, DTYPES, Case, Record
+from onefold._commands import plots
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
-
-DTYPES = ("float32", "bfloat16", "float16")
 CPU_CANDIDATES = ("onefold", "sdpa", "plain")
 # On a GPU torch has several: FlashAttention-2, cuDNN's, the memory-efficient one.
 CUDA_CANDIDATES = ("onefold", "flash", "cudnn", "efficient")
-ROWS_CHECKED = 16  # the last query rows of head 0, against the float64 oracle
-MIN_SECONDS = 0.02  # a sample repeats a call until it takes this long
-PROBE_SECONDS = 0.03
+LONGEST_PLAIN = 512  # beyond, it takes most of the time and only says that it is slow
+ROUNDS, ROUNDS_OF_FULL_SET = 7, 5
 
 
-@dataclass(frozen=True)
-class Case:
-    """One problem: self-attention of `batch` x `heads` over `seqlen` positions. On a GPU `threads`
-    is 0."""
-
-    direction: str
-    causal: bool
-    dtype: str
-    batch: int
-    heads: int
-    seqlen: int
-    head_dim: int
-    threads: int
-    device: str = "cpu"
-
-    @property
-    def flop(self) -> float:
-        pairs = self.seqlen * (self.seqlen + 1) / 2 if self.causal else self.seqlen**2
-        per_pair = 4 if self.direction == "forward" else 10
-        return per_pair * self.batch * self.heads * pairs * self.head_dim
+def heads_of(text: str) -> tuple[int, int]:
+    """ "32/8": 32 query heads share 8; "8": no sharing."""
+    heads, _, shared = text.partition("/")
+    h, h_k = int(heads), int(shared or heads)
+    if h < 1 or h_k < 1 or h % h_k:
+        raise argparse.ArgumentTypeError(f"'{text}' is no H or H/G with H a multiple of G")
+    return h, h_k
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--dtype", nargs="+", choices=DTYPES, help="default: float32; on a GPU bfloat16"
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add(
+        "--full",
+        action="store_true",
+        help="CPU: all that docs/cpu.md reports, in about a quarter of an hour on a quiet machine; "
+        "--dtype, --head-dim, --seqlen, --threads, --direction and --mask pick from it",
     )
-    parser.add_argument(
-        "--head-dim", nargs="+", type=int, metavar="D", help="default: 64 128; on a GPU also 256"
-    )
-    parser.add_argument(
+    add("--dtype", nargs="+", choices=DTYPES, help="default: float32; on a GPU bfloat16")
+    add("--head-dim", nargs="+", type=int, metavar="D", help="default: 64 128; on a GPU also 256")
+    add(
         "--seqlen",
         nargs="+",
         type=int,
         metavar="N",
-        help="default: powers of two from 512 to 4096; on a GPU to 16384",
+        help="default: powers of two from 512 to 4096, on a GPU to 16384; decoding, 8192 keys",
     )
-    parser.add_argument("--threads", nargs="+", type=int, metavar="T", help="default: 1; CPU only")
-    parser.add_argument(
+    add("--threads", nargs="+", type=int, metavar="T", help="default: 1; CPU only")
+    add(
         "--direction",
         nargs="+",
-        choices=("forward", "backward"),
-        default=["forward", "backward"],
+        choices=DIRECTIONS,
+        help="default: all; on a GPU there is no decode",
     )
-    parser.add_argument("--mask", nargs="+", choices=("full", "causal"), default=["full", "causal"])
-    parser.add_argument("--batch", type=int, help="default: 1; on a GPU what makes 16384 tokens")
-    parser.add_argument("--heads", type=int, help="default: 4; on a GPU 2048 / D")
-    parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
-    parser.add_argument(
+    add("--mask", nargs="+", choices=("full", "causal"), default=["full", "causal"])
+    add("--batch", type=int, help="default: 1; on a GPU what makes 16384 tokens")
+    add(
+        "--heads",
+        nargs="+",
+        type=heads_of,
+        metavar="H[/G]",
+        help="query heads, and how many key heads they share; default: 8192 / N from 2 to 8, "
+        "decoding 32/8 8/8 64/8, on a GPU 2048 / D",
+    )
+    add("--rounds", type=int, help=f"default: {ROUNDS}, with --full {ROUNDS_OF_FULL_SET}")
+    add(
         "--without",
         nargs="+",
         choices=sorted({*CPU_CANDIDATES, *CUDA_CANDIDATES} - {"onefold"}),
         default=[],
         help="leave these out",
     )
-    parser.add_argument(
-        "--out", default="bench-out/bench.jsonl", help="JSON lines (default: %(default)s)"
+    add(
+        "--plain",
+        action="store_true",
+        help=f"plain attention at every length, not only up to {LONGEST_PLAIN}",
     )
+    add("--out", default="bench-out/bench.jsonl", help="JSON lines (default: %(default)s)")
+    add("--plot", action="store_true", help="draw the picture too, beside the JSON lines")
+    add("--show", metavar="LINES", help="measure nothing: print the tables of these JSON lines")
 
 
-def cases(args: argparse.Namespace) -> Iterator[Case]:
-    cuda = args.device == "cuda"
-    if cuda and args.threads:
-        raise ValueError("--threads was given with --device cuda: it belongs to the CPU")
-    for threads, dtype, direction, mask, head_dim, seqlen in product(
-        [0] if cuda else args.threads or [1],
-        args.dtype or ["bfloat16" if cuda else "float32"],
-        args.direction,
-        args.mask,
-        args.head_dim or ([64, 128, 256] if cuda else [64, 128]),
-        args.seqlen or [1 << n for n in range(9, 15 if cuda else 13)],
-    ):
-        batch = args.batch or (max(1, 16384 // seqlen) if cuda else 1)
-        heads = args.heads or (max(1, 2048 // head_dim) if cuda else 4)
-        causal = mask == "causal"
-        yield Case(direction, causal, dtype, batch, heads, seqlen, head_dim, threads, args.device)
+def chosen_cases(args: argparse.Namespace) -> list[Case]:
+    if args.device == "cuda":
+        return list(cuda_cases(args))
+    if args.full:
+        return [case for case in cases.full_set() if picked(case, args)]
+    return list(cpu_cases(args))
 
 
-# ---- the candidates: (B, S, H, D) in, (B, S, H, D) out ----
-
-
-def onefold_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    import onefold
-
-    return onefold.attention(q, k, v, causal=causal)
-
-
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    import torch
-
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    attention = torch.nn.functional.scaled_dot_product_attention
-    return attention(q, k, v, is_causal=causal).transpose(1, 2)
-
-
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    import torch
-
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2)
-
-
-ATTENTIONS = {"onefold": onefold_attention, "sdpa": sdpa_attention, "plain": plain_attention}
-
-
-# ---- measuring ----
-
-
-@dataclass(frozen=True)
-class Inputs:
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-
-
-def make_inputs(case: Case) -> Inputs:
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    shape = (case.batch, case.seqlen, case.heads, case.head_dim)
-    dtype = getattr(torch, case.dtype)
-    q, k, v, dout = (
-        torch.randn(shape, generator=generator).to(dtype).to(case.device) for _ in range(4)
+def picked(case: Case, args: argparse.Namespace) -> bool:
+    if args.batch or args.heads:
+        raise ValueError("--batch and --heads were given with --full: the set has its own")
+    wanted = (
+        (args.dtype, case.dtype),
+        (args.head_dim, case.head_dim),
+        (args.seqlen, case.seqlen),
+        (args.threads, case.threads),
+        (args.direction, case.direction),
+        (args.mask, "causal" if case.causal else "full"),
     )
-    for x in (q, k, v):
-        x.requires_grad_(case.direction == "backward")
-    return Inputs(q, k, v, dout)
+    return all(not some or one in some for some, one in wanted)
 
 
-def make_call(attention: Attention, case: Case, x: Inputs) -> Callable[[], Any]:
-    """What is timed; its result is out, or (dq, dk, dv)."""
-    import torch
-
-    if case.direction == "forward":
-        return lambda: attention(x.q, x.k, x.v, case.causal)
-    out = attention(x.q, x.k, x.v, case.causal)
-    return lambda: torch.autograd.grad(out, (x.q, x.k, x.v), x.dout, retain_graph=True)
-
-
-def seconds_of(call: Callable[[], Any]) -> float:
-    """Of one call, averaged over as many as a sample needs."""
-    calls = 0
-    start = time.perf_counter()
-    while True:
-        call()
-        calls += 1
-        elapsed = time.perf_counter() - start
-        if elapsed >= MIN_SECONDS:
-            return elapsed / calls
-
-
-def probe(pool: ThreadPoolExecutor, threads: int) -> float:
-    """float32 FLOP/s of so many threads at once."""
-    return sum(pool.map(_core.fma_rate, [PROBE_SECONDS] * threads))
+def cpu_cases(args: argparse.Namespace) -> Iterator[Case]:
+    directions = args.direction or DIRECTIONS
+    common = {
+        "threads": args.threads or [1],
+        "dtypes": args.dtype or ["float32"],
+        "batch": args.batch or 1,
+    }
+    for heads in args.heads or [None]:
+        yield from cases.grid(
+            **common,
+            directions=[name for name in directions if name != "decode"],
+            masks=args.mask,
+            head_dims=args.head_dim or [64, 128],
+            seqlens=args.seqlen or [512, 1024, 2048, 4096],
+            heads=heads,
+        )
+    if "decode" in directions:
+        yield from cases.decode_grid(
+            **common,
+            head_dims=args.head_dim or [128],
+            keys=args.seqlen or [cases.DECODE_KEYS],
+            heads=args.heads or cases.DECODE_HEADS,
+        )
 
 
-def error_of(result: Any, case: Case, x: Inputs) -> float:
-    """Largest error of the last rows of head 0, out or dq, relative to the largest value there."""
-    import onefold
-
-    rows = slice(max(0, case.seqlen - ROWS_CHECKED), case.seqlen)
-    head = (slice(0, 1), slice(None), slice(0, 1))
-    part = (slice(0, 1), rows, slice(0, 1))
-    q, k, v = (y.detach().cpu() for y in (x.q[part], x.k[head], x.v[head]))
-    if case.direction == "forward":
-        got, want = result, onefold.reference.attention(q, k, v, causal=case.causal)[0]
-    else:
-        got = result[0]
-        dout = x.dout[part].cpu()
-        want = onefold.reference.gradients(q, k, v, causal=case.causal, dout=dout).q
-    return ((got.detach()[part].cpu().double() - want).abs().max() / want.abs().max()).item()
-
-
-def measure(case: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
-    """One record per candidate."""
-    import torch
-
-    import onefold
-
-    torch.set_num_threads(case.threads)
-    onefold.set_num_threads(case.threads)
-    x = make_inputs(case)
-    with (
-        torch.set_grad_enabled(case.direction == "backward"),
-        ThreadPoolExecutor(case.threads) as pool,
-    ):
-        calls = {name: make_call(ATTENTIONS[name], case, x) for name in names}
-        errors = {name: error_of(call(), case, x) for name, call in calls.items()}
-        probes: list[float] = []
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        for _ in range(rounds):
-            probes.append(probe(pool, case.threads))
-            for name in names:
-                seconds[name].append(seconds_of(calls[name]))
-    peak = statistics.median(probes)
-    return [record_of(name, case, seconds[name], peak, errors[name]) for name in names]
-
-
-def record_of(
-    name: str, case: Case, rounds: list[float], peak: float, error: float
-) -> dict[str, Any]:
-    """One line of the results. `peak` is the probe's FLOP/s."""
-    flops = case.flop / statistics.median(rounds)
-    return (
-        {"kind": "bench", "candidate": name}
-        | asdict(case)
-        | {
-            "seconds": statistics.median(rounds),
-            "rounds": rounds,
-            "gflops": flops / 1e9,
-            "probe_gflops": peak / 1e9,
-            "percent_of_probe": 100 * flops / peak,
-            "error": error,
-        }
+def cuda_cases(args: argparse.Namespace) -> Iterator[Case]:
+    given = {"--threads": args.threads, "--full": args.full, "--plain": args.plain}
+    given["--direction decode"] = "decode" in (args.direction or ())
+    for name, value in given.items():
+        if value:
+            raise ValueError(f"{name} was given with --device cuda: it belongs to the CPU")
+    found = cases.grid(
+        threads=[0],
+        dtypes=args.dtype or ["bfloat16"],
+        directions=args.direction or ["forward", "backward"],
+        masks=args.mask,
+        head_dims=args.head_dim or [64, 128, 256],
+        seqlens=args.seqlen or [1 << n for n in range(9, 15)],
     )
+    for c in found:
+        for h, h_k in args.heads or [(max(1, 2048 // c.head_dim),) * 2]:
+            batch = args.batch or max(1, 16384 // c.seqlen)
+            yield Case(
+                c.direction, c.causal, c.dtype, batch, h, h_k, c.seqlen, c.head_dim, 0, "cuda"
+            )
 
 
-# ---- reporting ----
+def candidates(case: Case, args: argparse.Namespace) -> list[str]:
+    names = [
+        name
+        for name in (CUDA_CANDIDATES if case.device == "cuda" else CPU_CANDIDATES)
+        if name not in args.without
+    ]
+    if not args.plain and (case.decode or case.seqlen > LONGEST_PLAIN):
+        names = [name for name in names if name != "plain"]
+    return names
 
 
 def commit() -> str:
@@ -269,7 +178,7 @@ def commit() -> str:
     return built.read_text().strip() if built.exists() else "unknown"
 
 
-def facts() -> dict[str, Any]:
+def facts() -> Record:
     """What makes the lines reproducible."""
     import torch
 
@@ -283,114 +192,119 @@ def facts() -> dict[str, Any]:
     }
 
 
-def speedups(records: list[dict[str, Any]], over: str) -> dict[tuple[str, str], float]:
-    """Geometric mean of `over`'s time over onefold's, for each direction and mask."""
-    times: dict[tuple[Any, ...], dict[str, float]] = {}
-    for r in records:
-        key = (r["direction"], "causal" if r["causal"] else "full", r["dtype"], r["threads"])
-        times.setdefault((*key, r["head_dim"], r["seqlen"]), {})[r["candidate"]] = r["seconds"]
-    logs: dict[tuple[str, str], list[float]] = {}
-    for key, by_name in times.items():
-        if over in by_name and "onefold" in by_name:
-            logs.setdefault(key[:2], []).append(math.log(by_name[over] / by_name["onefold"]))
-    return {key: math.exp(statistics.fmean(values)) for key, values in logs.items()}
+def hold_torch() -> None:
+    """With ONEFOLD_BACKEND=avx2 this is a machine of AVX2 for torch and its libraries too, unless
+    they are loaded already or told otherwise."""
+    if _core.instruction_set() == "avx2" and "torch" not in sys.modules:
+        for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"):
+            os.environ.setdefault(name, "avx2" if name.startswith("ATEN") else "AVX2")
 
 
-def group_of(record: dict[str, Any]) -> str:
-    """What one table has in common."""
-    mask = "causal" if record["causal"] else "full"
-    threads = f"{record['threads']} thread{'s' if record['threads'] > 1 else ''}"
-    where = threads if record["device"] == "cpu" else "GPU"
-    return f"{record['direction']}, {mask}, {record['dtype']}, {where}"
+def measure_all(
+    todo: list[Case], args: argparse.Namespace, keep: Callable[[Record], None], console: Any
+) -> None:
+    """Every case under a progress bar; each line is kept as soon as it is known."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    if args.device == "cuda":
+        from onefold._bench import cuda as device
+    else:
+        from onefold._bench import cpu as device
+    rounds = args.rounds or (ROUNDS_OF_FULL_SET if args.full else ROUNDS)
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        for case in progress.track(todo, description="bench"):
+            for line in device.measure(case, candidates(case, args), rounds):
+                keep(line)
 
 
-def make_table(title: str, names: list[str], cuda: bool) -> Any:
-    """Narrow enough for 80 columns."""
-    from rich.box import SIMPLE
-    from rich.table import Table
+def report(records: list[Record], console: Any) -> None:
+    """Tables, then a sentence for each comparison."""
+    from onefold._bench import tables
+    from onefold._bench.attentions import ROWS_CHECKED
 
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("D", "N"):
-        table.add_column(column, justify="right")
-    for name in names:
-        table.add_column(f"{name}\nms", justify="right")
-        if name == "onefold":
-            table.add_column("\nTFLOP/s" if cuda else "\nGFLOP/s", justify="right")
-            table.add_column("\n% GEMM" if cuda else "\n% FMA", justify="right")
-        if name == "onefold" or not cuda:  # four candidates leave no room
-            table.add_column("\nerror", justify="right")
-    return table
-
-
-def add_row(table: Any, names: list[str], records: list[dict[str, Any]]) -> None:
-    cells = [str(records[0]["head_dim"]), str(records[0]["seqlen"])]
-    found = {r["candidate"]: r for r in records}
-    for name in names:
-        r = found.get(name)
-        cuda = records[0]["device"] == "cuda"
-        shows_error = name == "onefold" or not cuda
-        if r is None:  # it does not do this
-            cells += ["-", "-"] if shows_error else ["-"]
-            continue
-        cells.append(f"{1e3 * r['seconds']:.2f}")
-        if name == "onefold":
-            speed = r["gflops"] / (1000 if cuda else 1)
-            cells += [f"{speed:.0f}", f"{r['percent_of_probe']:.0f}"]
-        if shows_error:
-            cells.append(f"{r['error']:.0e}")
-    table.add_row(*cells)
+    measured = plots.of_kind(records, "bench")
+    found = {line["candidate"] for line in measured}
+    cuda = any(line["device"] == "cuda" for line in measured)
+    names = [name for name in (CUDA_CANDIDATES if cuda else CPU_CANDIDATES) if name in found]
+    for table in tables.cuda_tables(records, names) if cuda else tables.cpu_tables(records):
+        console.print(table)
+    for over in names[1:]:
+        for (direction, mask), ratio in tables.speedups(measured, over).items():
+            what = direction if direction == "decode" else f"{direction}, {mask}"
+            console.print(f"{what}: {ratio:.2f} times as fast as {over} (geometric mean)")
+    console.print(
+        f"error: out or, backward, dq of the last {ROWS_CHECKED} rows of head 0 against the "
+        "float64 oracle, relative to the largest value"
+    )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measures, prints tables and writes JSON lines."""
+def measured(args: argparse.Namespace, console: Any) -> list[Record]:
+    """All lines, written to --out as they come."""
     import torch
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    if args.rounds < 1 or min(args.threads or [1]) < 1:
-        raise ValueError("--rounds and --threads are counts: at least 1 is needed")
     cuda = args.device == "cuda"
+    todo = chosen_cases(args)
+    if not todo:
+        raise ValueError("--full has no case with all that was asked for")
     if cuda and not torch.cuda.is_available():
         raise ValueError("--device is cuda: torch sees no CUDA device here")
-    every = CUDA_CANDIDATES if cuda else CPU_CANDIDATES
-    names = [name for name in every if name not in args.without]
-    console = Console()
-    tables: dict[str, Any] = {}
-    todo = list(cases(args))
+    path = Path(args.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records: list[Record] = []
     before = (torch.get_num_threads(), _core.num_threads())
-    records: list[dict[str, Any]] = []
-    lines = [facts()]
-    if cuda:
-        lines += bench_cuda.device_facts(todo[0].dtype)
-        for line in lines[1:]:
-            console.print(bench_cuda.sentence(line), soft_wrap=True)
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    start = time.monotonic()
     try:
-        with Progress(*columns, console=console, transient=True) as progress:
-            for case in progress.track(todo, description="bench"):
-                found = (bench_cuda.measure if cuda else measure)(case, names, args.rounds)
-                title = group_of(found[0])
-                if title not in tables:
-                    tables[title] = make_table(title, names, cuda)
-                add_row(tables[title], names, found)
-                records += found
+        with path.open("w", encoding="utf-8") as file:
+
+            def keep(line: Record) -> None:
+                records.append(line)
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+
+            keep(facts())
+            for line in introduction(todo[0].dtype, console, cuda):
+                keep(line)
+            measure_all(todo, args, keep, console)
     finally:
         torch.set_num_threads(before[0])
         _core.set_num_threads(before[1])
-    for table in tables.values():
-        console.print(table)
-    for over in names[1:]:
-        for (direction, mask), ratio in speedups(records, over).items():
-            console.print(
-                f"{direction}, {mask}: {ratio:.2f} times as fast as {over} (geometric mean)"
-            )
-    console.print(
-        f"error: out (forward) or dq (backward) of the last {ROWS_CHECKED} rows of head 0 against "
-        "the float64 oracle, relative to the largest value"
-    )
-    path = Path(args.out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines += records
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    console.print(f"lines: {path}", soft_wrap=True)
+    console.print(f"{len(todo)} cases in {time.monotonic() - start:.0f} s")
+    return records
+
+
+def introduction(dtype: str, console: Any, cuda: bool) -> list[Record]:
+    """What is to say before the cells: the machine, what a call costs besides arithmetic."""
+    if cuda:
+        from onefold._bench import cuda as device
+
+        lines = device.device_facts(dtype)
+        sentences = [device.sentence(line) for line in lines]
+    else:
+        from onefold._bench import cpu
+
+        lines = cpu.host_lines()
+        machine = cpu.machine()
+        where = "{cpu}, {isa}; torch takes it for {torch_isa}".format(**machine)
+        sentences = [where, cpu.host_sentence(lines)]
+    for sentence in sentences:
+        console.print(sentence, soft_wrap=True)
+    return lines
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints tables, writes JSON lines and, if asked, the picture."""
+    from rich.console import Console
+
+    if (args.rounds is not None and args.rounds < 1) or min(args.threads or [1]) < 1:
+        raise ValueError("--rounds and --threads are counts: at least 1 is needed")
+    hold_torch()
+    console = Console()
+    path = Path(args.show or args.out)
+    records = plots.read_records(path) if args.show else measured(args, console)
+    report(records, console)
+    if not args.show:
+        console.print(f"lines: {path}", soft_wrap=True)
+    if args.plot:
+        console.print(f"plot: {plots.draw(records, path.with_suffix('.png'))}", soft_wrap=True)
     return 0

@@ -1,4 +1,5 @@
-"""Draws the pictures of `onefold demo` from its JSON lines; `onefold plot` draws them again.
+"""Draws the pictures of `onefold demo` and `onefold bench` from their JSON lines; `onefold plot`
+draws them again.
 
 Needs matplotlib but not PyTorch: a picture can be drawn where nothing can be trained.
 """
@@ -80,7 +81,8 @@ def read_records(path: Path) -> list[Record]:
             record["kind"]
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(
-                f'line {number} of {path} is no JSON object with a "kind", as onefold demo writes'
+                f'line {number} of {path} is no JSON object with a "kind", as onefold demo and '
+                "bench write"
             ) from error
         records.append(record)
     return records
@@ -173,12 +175,23 @@ def draw_demo(records: Sequence[Record], path: Path) -> None:
         figure.savefig(path, dpi=150)
 
 
+def draw(records: Sequence[Record], path: Path) -> Path:
+    """The picture of whichever command wrote the records."""
+    if of_kind(records, "demo"):
+        draw_demo(records, path)
+    else:
+        from onefold._bench import picture
+
+        picture.draw(records, path)
+    return path
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "lines",
         nargs="?",
         default=str(Path(DEMO_PICTURE).with_suffix(".jsonl")),
-        help="the JSON lines that onefold demo saved (default: %(default)s)",
+        help="the JSON lines that onefold demo or bench saved (default: %(default)s)",
     )
     parser.add_argument(
         "--out", help="the picture, a .png file or a folder (default: beside LINES)"
@@ -190,13 +203,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         lines = Path(args.lines)
         records = read_records(lines)
-        if not of_kind(records, "demo"):
+        if not (of_kind(records, "demo") or of_kind(records, "bench")):
             raise UsageError(
-                f"{lines} was not written by onefold demo, and nothing else has a plot"
+                f"{lines} was not written by onefold demo or bench, and nothing else has a plot"
             )
         out = args.out or str(lines.with_suffix(".png"))
         path = picture_path(out, lines.with_suffix(".png").name)
-        draw_demo(records, path)
+        draw(records, path)
     except ModuleNotFoundError as error:
         print(f"onefold plot: {error.name} is missing: pip install {error.name}", file=sys.stderr)
         return 2

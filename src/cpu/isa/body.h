@@ -74,10 +74,26 @@ static double fma_probe(std::int64_t rounds) {
   return 2.0 * kChains * kWidth<float> * static_cast<double>(rounds);
 }
 
+// Front to back: several streams at once or asking ahead made it no faster.
+static std::int64_t read_probe(const void* data, std::int64_t bytes) {
+  using I = Int<float>;
+  constexpr std::int64_t kVectors = 8, kStep = kVectors * kWidth<float>;
+  const auto* from = static_cast<const I*>(data);
+  const std::int64_t count = bytes / static_cast<std::int64_t>(sizeof(I)) / kStep * kStep;
+  Vec<I> seen[kVectors]{};
+  for (std::int64_t at = 0; at < count; at += kStep) {
+#pragma GCC unroll 8
+    for (std::int64_t i = 0; i < kVectors; ++i) seen[i] |= load(from + at + i * kWidth<float>);
+  }
+  for (std::int64_t i = 1; i < kVectors; ++i) seen[0] |= seen[i];
+  [[maybe_unused]] volatile I used = seen[0][0];
+  return count * static_cast<std::int64_t>(sizeof(I));
+}
+
 static constexpr Kernels kKernels{kLanes<float>,    kLanes<double>, forward_scratch_of,
                                   backward_scratch, chunk_bytes,    partial_bytes,
                                   not_decoding,     forward,        merge_split,
                                   backward,         reduce_chunks,  bias_items,
-                                  bias_gradient,    fma_probe};
+                                  bias_gradient,    fma_probe,      read_probe};
 
 }  // namespace onefold::cpu::ONEFOLD_ISA

@@ -9,7 +9,9 @@ import pytest
 pytest.importorskip("torch")
 rich = pytest.importorskip("rich")
 
-from onefold._commands import bench, bench_cuda, cli  # noqa: E402
+from onefold._bench import cases, tables  # noqa: E402
+from onefold._bench import cuda as bench_cuda  # noqa: E402
+from onefold._commands import bench, cli  # noqa: E402
 
 
 def parsed(*words):
@@ -19,11 +21,11 @@ def parsed(*words):
 
 
 def record(name, case, seconds):
-    return bench.record_of(name, case, [seconds], peak=700e12, error=2e-3)
+    return cases.record_of(name, case, [(seconds, 700e12)], error=2e-3)
 
 
 def test_the_cells_are_those_of_published_tables():
-    todo = list(bench.cases(parsed("--device", "cuda", "--direction", "forward")))
+    todo = list(bench.chosen_cases(parsed("--device", "cuda", "--direction", "forward")))
     assert len(todo) == 2 * 3 * 6
     assert {case.batch * case.seqlen for case in todo} == {16384}
     assert {case.heads * case.head_dim for case in todo} == {2048}
@@ -36,11 +38,11 @@ def test_threads_belong_to_the_cpu(capsys):
 
 
 def test_a_candidate_that_does_not_do_a_case_has_a_dash(capsys):
-    case = next(bench.cases(parsed("--device", "cuda")))
+    case = bench.chosen_cases(parsed("--device", "cuda"))[0]
     names = list(bench.CUDA_CANDIDATES)
-    table = bench.make_table("title", names, cuda=True)
+    table = tables.cuda_table("title", names)
     found = [record(name, case, 1e-3) for name in names if name != "cudnn"]
-    bench.add_row(table, names, found)
+    tables.add_cuda_row(table, names, found)
     rich.console.Console(width=80).print(table)
     row = capsys.readouterr().out.splitlines()[-2].split()
     speed = case.flop / 1e-3

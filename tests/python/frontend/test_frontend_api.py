@@ -329,9 +329,11 @@ def test_check_command_fails_when_a_result_is_off(capsys, monkeypatch):
 def test_bench_command_writes_one_line_per_candidate_and_case(tmp_path, capsys):
     path = tmp_path / "lines.jsonl"
     arguments = "--seqlen 33 64 --head-dim 16 --heads 2 --rounds 2 --dtype float32 bfloat16"
+    arguments += " --direction forward backward"
     assert cli.main(["bench", *arguments.split(), "--out", str(path)]) == 0
     facts, *lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert facts["onefold"] == onefold.__version__
+    lines = [line for line in lines if line["kind"] == "bench"]
     assert len(lines) == 3 * 2 * 2 * 2 * 2  # candidates, directions, masks, lengths, dtypes
     for line in lines:
         assert line["seconds"] > 0
@@ -401,11 +403,11 @@ def through_attention(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_compiled_module_reads_each_argument_from_the_same_place(name):
     valid = arguments(*(np.zeros((1, 1, 1, 1), np.float32) for _ in range(3)), {})
-    assert len(_core.plan(*valid, None, False)) == 5
+    assert len(_core.plan(*valid, None, False, None, None)) == 5
     position = NAMES.index(name)
     wrong = (*valid[:position], object(), *valid[position + 1 :])
     with pytest.raises((TypeError, ValueError), match=rf"^{re.escape(name)} is "):
-        _core.plan(*wrong, None, False)
+        _core.plan(*wrong, None, False, None, None)
 
 
 def test_the_operators_name_the_arguments_in_the_same_order():

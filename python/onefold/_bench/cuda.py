@@ -7,13 +7,14 @@ that the host's time shows where it is longer than the kernel's, as it would in 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from onefold import _core
+from onefold._bench.cases import Case, record_of
 
 if TYPE_CHECKING:
-    from onefold._commands.bench import Attention, Case
+    from onefold._bench.attentions import Attention
 
 MIN_SECONDS = 4e-3  # of a sample
 PROBE_SIZE = 8192  # of the square matrices whose product is the probe
@@ -29,7 +30,7 @@ def sdpa_by(backend: str) -> Attention:
     """torch's attention by one of its backends; RuntimeError where that does not do it."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from onefold._commands.bench import sdpa_attention
+    from onefold._bench.attentions import sdpa_attention
 
     def attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
         with sdpa_kernel(getattr(SDPBackend, BACKENDS[backend])):
@@ -69,19 +70,11 @@ def make_probe(dtype: str) -> Callable[[], Any]:
     return lambda: a @ b
 
 
-def measure(case: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
+def measure(case: Case, names: Sequence[str], rounds: int) -> list[dict[str, Any]]:
     """One record per candidate that does the case."""
-    import statistics
-
     import torch
 
-    from onefold._commands.bench import (
-        error_of,
-        make_call,
-        make_inputs,
-        onefold_attention,
-        record_of,
-    )
+    from onefold._bench.attentions import error_of, make_call, make_inputs, onefold_attention
 
     x = make_inputs(case)
     calls: dict[str, Callable[[], Any]] = {}
@@ -106,8 +99,10 @@ def measure(case: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
             probes.append(2.0 * PROBE_SIZE**3 / seconds_of(probe, 1))
             for name, call in calls.items():
                 seconds[name].append(seconds_of(call, counts[name]))
-    peak = statistics.median(probes)
-    return [record_of(name, case, seconds[name], peak, errors[name]) for name in calls]
+    return [
+        record_of(name, case, list(zip(seconds[name], probes, strict=True)), errors[name])
+        for name in calls
+    ]
 
 
 def host_seconds(call: Callable[[], Any]) -> float:
@@ -128,7 +123,7 @@ def device_facts(dtype: str) -> list[dict[str, Any]]:
     """The device, what a first call costs, and what a call costs the host."""
     import torch
 
-    from onefold._commands.bench import onefold_attention, sdpa_attention
+    from onefold._bench.attentions import onefold_attention, sdpa_attention
 
     q, k, v = (
         torch.randn(1, 64, 4, 64, device="cuda", dtype=getattr(torch, dtype)) for _ in range(3)

@@ -1,0 +1,1 @@
+"""What `onefold bench` measures, what it says about that, and the picture it draws."""
