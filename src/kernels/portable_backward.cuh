@@ -164,7 +164,7 @@ struct PortableBackward {
     const bool ragged = f.j0 + kTileK > f.num_k;
     f.full_begin = static_cast<int>(ragged ? range.end : range.full_begin);
     f.full_end = static_cast<int>(ragged ? range.end : range.full_end);
-    f.hides = kFeatures.hides() || p.variant.banded();
+    f.hides = kFeatures.hides() || p.variant.banded() || (ragged && f.num_k < f.num_rows);
   }
 
   // A query tile of a head of the group.
@@ -226,6 +226,10 @@ struct PortableBackward {
     }
   }
 
+  // The block's barrier, for places that the two warps of a pair have each for themselves: it is
+  // named, so that tools know that they are one.
+  __forceinline__ void meet() const { ptx::bar_sync(0, kThreads); }
+
   // Takes what is not finite out of K, and remembers which keys those were.
   __forceinline__ void find_poison() {
     if (!fact(&Facts::hides)) return;
@@ -248,7 +252,7 @@ struct PortableBackward {
     tile::take_poison<QTile, kElement, kThreads>(ptx::shared_address(&of.q), thread, [](int) {});
     tile::take_poison<DoutTile, kElement, kThreads>(ptx::shared_address(&of.dout), thread,
                                                     [](int) {});
-    __syncthreads();
+    meet();
   }
 
   // ---- one query tile ----
@@ -329,7 +333,10 @@ struct PortableBackward {
                     });
     }
     if constexpr (kFeatures.softcap) {
-      for_each(slope, [&](float& x, int m, int block, int idx) { x *= s[m][block][idx]; });
+      for_each(slope, [&](float& x, int m, int block, int idx) {
+        const float weight = s[m][block][idx];
+        x = weight == 0.0f ? 0.0f : x * weight;  // the slope at a hidden key may be anything
+      });
     }
   }
 
@@ -567,7 +574,7 @@ struct PortableBackward {
     while (present(step)) {
       const Step next = settle({step.head, step.tile + 1});
       ptx::cp_async_wait<0>();
-      __syncthreads();
+      meet();
       if (kSpec.stages == 2 && present(next)) copy_rows(next, stage ^ 1);
       if (kSpec.stages == 1 && last.head >= 0) copy_rows(step, 0);
       ptx::cp_async_commit();
@@ -575,17 +582,17 @@ struct PortableBackward {
       if (last.head >= 0) add_dq(last, kSpec.stages == 2 ? stage ^ 1 : 0);
       if constexpr (kSpec.stages == 1) {
         ptx::cp_async_wait<0>();
-        __syncthreads();
+        meet();
       }
       attend<kValues, kKeys>(step, stage, dv, dk);
       last = step;
       step = next;
       if constexpr (kSpec.stages == 2) stage ^= 1;
     }
-    __syncthreads();
+    meet();
     pass_turn();
     add_dq(last, kSpec.stages == 2 ? stage ^ 1 : 0);
-    __syncthreads();
+    meet();
     pass_turn();
   }
 

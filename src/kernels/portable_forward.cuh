@@ -443,7 +443,7 @@ struct PortableForward {
         for (int n = 0; n < kOutBlocks; ++n) {
           for (int odd = 0; odd < 2; ++odd) {
             float& x = out[m][n][2 * half + odd];
-            x = empty ? 0.0f : x * factor;
+            x = empty || args.keep_scale == 0.0f ? 0.0f : x * factor;
           }
         }
         if (args.lse.data != nullptr && lane % 4 == 0 && row < num_rows) {
@@ -547,7 +547,7 @@ struct PortableForward {
       careful = true;
     }
     finish();
-    if (careful) spread_poison(Scores<kFeatures>(p, at));
+    if (careful && args.keep_scale != 0.0f) spread_poison(Scores<kFeatures>(p, at));
     store_out();
   }
 };

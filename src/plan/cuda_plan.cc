@@ -91,6 +91,13 @@ constexpr BackwardRow kBackwardOptions16[] = {
     {128, {32, 64, 32, 4, true, 2, 1}}, {256, {32, 64, 32, 8, true, 2, 1}},
     {256, {32, 32, 32, 4, true, 1, 1}},
 };
+// Nothing but a scale, and rows that are copied element by element: as much work for each warp, so
+// that where tensors lie changes no bit.
+constexpr BackwardRow kBackwardUnaligned16[] = {
+    {64, {32, 128, 32, 4, false, 2, 1}}, {128, {32, 128, 32, 8, true, 2, 1}},
+    {128, {32, 64, 32, 4, true, 2, 1}},  {256, {32, 64, 32, 8, true, 2, 1}},
+    {256, {32, 32, 32, 4, true, 1, 1}},
+};
 // With several options: 16 keys a warp.
 constexpr BackwardRow kBackwardMany16[] = {
     {128, {32, 64, 32, 8, true, 2, 1}},
@@ -327,9 +334,10 @@ BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t, bool
   // up to 128, and no device of the kind has been measured.
   const int most_dim = std::max(spec.dim, spec.dim_v);
   const bool spills = spec.arch / 100 == 10 && most_dim > 64 && most_dim <= 128;
-  const bool plain = is_plain(spec.features) && spec.aligned && !spills;
+  const bool plain = is_plain(spec.features) && !spills;
   const bool found = spec.element == Element::kFloat32 ? choose(kBackwardAny32, facts, spec)
-                     : plain                           ? choose(kBackwardPlain16, facts, spec)
+                     : plain && spec.aligned           ? choose(kBackwardPlain16, facts, spec)
+                     : plain                           ? choose(kBackwardUnaligned16, facts, spec)
                      : has_many(spec.features)         ? choose(kBackwardMany16, facts, spec)
                                                        : choose(kBackwardOptions16, facts, spec);
   if (!found) no_tile_fits(p, facts);
