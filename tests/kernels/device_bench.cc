@@ -91,7 +91,7 @@ std::vector<Tile> candidates(int dim) {
             {128, 64, 8, 1, 2, false}, {256, 64, 8, 1, 1, false}, {128, 96, 4, 1, 2, false}};
   }
   return {{64, 64, 4, 1, 2, false},  {64, 32, 4, 2, 2, false}, {128, 64, 8, 1, 1, false},
-          {128, 32, 8, 2, 1, false}, {64, 48, 4, 1, 2, false}, {128, 48, 8, 1, 1, false}};
+          {128, 32, 8, 2, 1, false}, {64, 48, 4, 1, 2, false}, {128, 64, 8, 2, 1, false}};
 }
 
 struct BackwardTile {
