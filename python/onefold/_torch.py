@@ -99,7 +99,7 @@ def _check_host_lengths(question: Arguments) -> None:
     for i, x in given.items():
         same[i] = x if isinstance(x, Tensor) else torch.tensor(index_list(NAMES[i], x))
     same[SEED] = 0
-    _core.plan(*same, None, False)
+    _core.plan(*same, None, False, *ops.place(same[0]))
 
 
 def _refuse_copy_in_capture(q: Tensor, name: str, what: str) -> None:

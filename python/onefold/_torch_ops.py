@@ -144,7 +144,7 @@ def _check_shapes(question: Sequence[Any]) -> None:
         return
     with _disable_current_modes():  # a tracer's modes would make stand-ins without memory
         same = [stand_in(x) if isinstance(x, Tensor) else x for x in tensors]
-        _core.plan(*same, *numbers, None, False)
+        _core.plan(*same, *numbers, None, False, *place(same[0]))
 
 
 # ---- operators ----
