@@ -2,10 +2,11 @@
 // layouts. Not a unit test, since it needs a device; prints one line per case and a summary.
 //
 //   device_check [--host] [--compile] [--only words] [--cases n] [--seed s] [--threads n]
-//                [--from case] [--to case] [--trace]
+//                [--from case] [--to case] [--every n] [--trace]
 //
 // --host runs the CPU backend instead, to check the checker. --compile only compiles (for compute
-// capability 9.0 unless there is a device), for a cache to take along.
+// capability 9.0 unless there is a device), for a cache to take along. --from and --every share the
+// cases among processes, since one process compiles one kernel at a time.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -28,8 +29,8 @@ struct Options {
   bool host = false, compile = false;
   std::string only;
   int cases = 200, threads = 0;
-  bool trace = false;                  // tell when a case reaches the device
-  std::size_t from = 0, to = 1 << 30;  // of the cases that there are
+  bool trace = false;                             // tell when a case reaches the device
+  std::size_t from = 0, to = 1 << 30, every = 1;  // of the cases that there are
   std::uint64_t seed = 1;
 };
 
@@ -421,7 +422,8 @@ int main_of(const Options& options) {
   std::mutex print;
   double worst = 0;
   const auto work = [&] {
-    for (std::size_t n; (n = next++) < std::min(wishes.size(), options.to);) {
+    for (std::size_t n;
+         (n = next.fetch_add(options.every)) < std::min(wishes.size(), options.to);) {
       const std::uint64_t seed = options.seed * 1000003 + n;
       Verdict v;
       std::string note;
@@ -466,6 +468,7 @@ int main(int count, char** words) {
     if (word == "--only") options.only = value();
     if (word == "--trace") options.trace = true;
     if (word == "--from") options.from = std::strtoull(value(), nullptr, 10);
+    if (word == "--every") options.every = std::strtoull(value(), nullptr, 10);
     if (word == "--to") options.to = std::strtoull(value(), nullptr, 10);
     if (word == "--cases") options.cases = std::atoi(value());
     if (word == "--seed") options.seed = std::strtoull(value(), nullptr, 10);
