@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,8 +44,15 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 ATTENTIONS = {"onefold": onefold_attention, "sdpa": sdpa_attention, "plain": plain_attention}
 
 
+# A step of a model finds its keys in memory, not in a cache: decoding takes turns between copies,
+# as many as make so many bytes.
+COLD_BYTES, MOST_COPIES = 512 << 20, 64
+
+
 @dataclass(frozen=True)
 class Inputs:
+    """Decoding, k and v have one more axis in front, for the copies."""
+
     q: Tensor
     k: Tensor
     v: Tensor
@@ -61,6 +69,9 @@ def make_inputs(case: Case) -> Inputs:
 
     q, dout = rows(case.queries, case.heads), rows(case.queries, case.heads)
     k, v = rows(case.seqlen, case.heads_k), rows(case.seqlen, case.heads_k)
+    if case.decode:
+        copies = min(MOST_COPIES, math.ceil(COLD_BYTES / case.work))
+        k, v = (x.expand(copies, *x.shape).contiguous() for x in (k, v))
     for x in (q, k, v):
         x.requires_grad_(case.direction == "backward")
     return Inputs(q, k, v, dout)
@@ -68,7 +79,10 @@ def make_inputs(case: Case) -> Inputs:
 
 def make_call(attention: Attention, case: Case, x: Inputs) -> Call:
     """What is timed; its result is out, or (dq, dk, dv)."""
-    if case.direction != "backward":
+    if case.decode:
+        turn = itertools.cycle(zip(x.k, x.v, strict=True))
+        return lambda: attention(x.q, *next(turn), False)
+    if case.direction == "forward":
         return lambda: attention(x.q, x.k, x.v, case.causal)
     out = attention(x.q, x.k, x.v, case.causal)
     return lambda: torch.autograd.grad(out, (x.q, x.k, x.v), x.dout, retain_graph=True)
@@ -79,7 +93,8 @@ def error_of(result: Any, case: Case, x: Inputs) -> float:
     rows = slice(max(0, case.queries - ROWS_CHECKED), case.queries)
     head = (slice(0, 1), slice(None), slice(0, 1))
     part = (slice(0, 1), rows, slice(0, 1))
-    q, k, v = (y.detach().cpu() for y in (x.q[part], x.k[head], x.v[head]))
+    k, v = (y[0] if case.decode else y for y in (x.k, x.v))
+    q, k, v = (y.detach().cpu() for y in (x.q[part], k[head], v[head]))
     if case.direction == "backward":
         got = result[0]
         dout = x.dout[part].cpu()

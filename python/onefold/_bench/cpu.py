@@ -1,8 +1,8 @@
 """Measuring on the CPU: candidates in turn, with a probe of the machine between the rounds.
 
 The probe is what the same threads reach at float32 multiply-adds with onefold's instruction set or,
-for decoding, at reading the same K and V. A round counts when the probes before and after it are
-near the usual.
+for decoding, at reading the same copies of K and V. A round counts when the probes before and after
+it are near the usual.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def measure(case: Case, names: Sequence[str], rounds: int) -> list[Record]:
         timed = [(s, (probes[i] + probes[i + 1]) / 2) for i, s in enumerate(seconds[name])]
         steady = [timed[i] for i in counting if i < len(timed)]
         line = record_of(name, case, steady or timed, errors[name])
-        lines.append(line | machine() | {"load": load, "rounds_left_out": len(timed) - len(steady)})
+        about = {"load": load, "rounds_left_out": len(timed) - len(steady)}
+        lines.append(line | machine() | about)
     return lines
 
 

@@ -67,13 +67,13 @@ def _share(what: str, avx512: float, avx2: float, *where: object) -> Goal:
 
 _ANY = float("inf")
 GOALS = (
-    _share("forward from 1024", 85, 80, "forward", False, 1024, _ANY),
-    _share("forward at 512", 75, 70, "forward", False, 512, 1024),
-    _share("causal forward from 2048", 80, 75, "forward", True, 2048, _ANY),
-    _share("backward from 1024", 80, 75, "backward", False, 1024, _ANY),
-    _share("causal backward from 2048", 80, 75, "backward", True, 2048, _ANY),
+    _share("fwd from 1024", 85, 80, "forward", False, 1024, _ANY),
+    _share("fwd at 512", 75, 70, "forward", False, 512, 1024),
+    _share("causal fwd from 2048", 80, 75, "forward", True, 2048, _ANY),
+    _share("bwd from 1024", 80, 75, "backward", False, 1024, _ANY),
+    _share("causal bwd from 2048", 80, 75, "backward", True, 2048, _ANY),
     Goal(
-        "% of float32's share, 16 bit",
+        "% of fp32's share",
         {"": 95},
         of_float32,
         lambda line: (
@@ -94,19 +94,19 @@ GOALS = (
         ),
     ),
     Goal(
-        "x SDPA, forward",
+        "x SDPA, fwd",
         {"": 1.3},
         over_sdpa,
         lambda line: line["direction"] == "forward" and not line["causal"],
     ),
     Goal(
-        "x SDPA, causal forward",
+        "x SDPA, causal fwd",
         {"": 1.5},
         over_sdpa,
         lambda line: line["direction"] == "forward" and line["causal"],
     ),
     Goal(
-        "x SDPA, bfloat16 backward",
+        "x SDPA, bf16 bwd",
         {"": 6},
         over_sdpa,
         lambda line: line["direction"] == "backward" and line["dtype"] == "bfloat16",
