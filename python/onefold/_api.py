@@ -277,10 +277,7 @@ def info() -> str:
 
 def set_num_threads(count: int) -> None:
     """Threads for every later call; 0 = as many as the process may use. Results do not change."""
-    threads = integer("count", count)
-    if not 0 <= threads <= 4096:
-        raise ValueError(f"count is {threads}: from 0 (all there are) to 4096 is needed")
-    _core.set_num_threads(threads)
+    _core.set_num_threads(integer("count", count))
 
 
 def get_num_threads() -> int:
