@@ -314,12 +314,12 @@ void merge_states(const Context& context, const Tensor& outs, const Tensor& lses
   rethrow_as_error();
 }
 
-void set_num_threads(int count) try {
-  constexpr int kMostThreads = 4096;
+void set_num_threads(std::int64_t count) try {
+  constexpr std::int64_t kMostThreads = 4096;
   if (count < 0 || count > kMostThreads) {
-    invalid("num_threads is ", count, ": from 0 (all there are) to ", kMostThreads, " is needed");
+    invalid("count is ", count, ": from 0 (all there are) to ", kMostThreads, " is needed");
   }
-  cpu::set_pool_threads(count);
+  cpu::set_pool_threads(static_cast<int>(count));
 } catch (...) {
   rethrow_as_error();
 }

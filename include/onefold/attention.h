@@ -138,7 +138,7 @@ void merge_states(const Context& context, const Tensor& outs, const Tensor& lses
                   const Tensor& lse);
 
 // Threads of onefold's own pool; 0 = as many as the process may use.
-void set_num_threads(int count);
+void set_num_threads(std::int64_t count);
 int num_threads();
 
 // Lines of text: the version, then for each backend what it runs on (instruction set, threads,

@@ -91,7 +91,7 @@ double number(nb::handle object, const char* name) {
   return *x;
 }
 
-// Integers beyond 64 bits are clamped: as a window or a maximum they mean the same.
+// Integers beyond 64 bits are clamped: as a window, a maximum or a count they mean the same.
 std::optional<std::int64_t> optional_integer(nb::handle object, const char* name) {
   if (object.is_none()) return std::nullopt;
   if (!PyLong_Check(object.ptr())) wrong_type(name, object, "an integer");
@@ -374,7 +374,8 @@ NB_MODULE(_core, m) {
   m.def("warm_up", &call_warm_up);
   m.def("prebuild", &call_prebuild);
   m.def("merge_states", &call_merge_states);
-  m.def("set_num_threads", [](int count) { onefold::set_num_threads(count); });
+  m.def("set_num_threads",
+        [](const nb::int_& count) { onefold::set_num_threads(*optional_integer(count, "count")); });
   m.def("num_threads", [] { return onefold::num_threads(); });
   m.def("info", [] { return nb::str(onefold::info().c_str()); });
   m.def(

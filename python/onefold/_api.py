@@ -282,10 +282,7 @@ def set_num_threads(count: int) -> None:
     0, which is also the default, means as many as the process may use (its affinity, the limits of
     its container) and, when the arrays are torch tensors, no more than `torch.get_num_threads()`.
     """
-    threads = integer("count", count)
-    if not 0 <= threads <= 4096:
-        raise ValueError(f"count is {threads}: from 0 (all there are) to 4096 is needed")
-    _core.set_num_threads(threads)
+    _core.set_num_threads(integer("count", count))
 
 
 def get_num_threads() -> int:

@@ -1,16 +1,13 @@
 // Backward, one work item: a chunk of queries of one (sequence, key/value head), or all its chunks.
 //
-//   for each chunk of queries: private dK, dV = 0
-//     for each pass of query tiles (prepared once): for each stretch of keys (packed once)
-//       for each query tile, for each key tile
-//         scores = K Qt, dP = V dOt          register tiles, into L1
-//         P = 2^(score - lse);  dZ = P (dP - delta)
-//         dV += P^T dO;  dK += dX^T Q;  dQt += K^T dX
+//   for each chunk of queries, with its own dK and dV: for each stretch of keys, packed once
+//     for each query tile, for each key tile
+//       scores = K Qt, dP = V dOt, P = 2^(score - lse), dZ = P (dP - delta), delta = dO . O - dLSE
+//       dV += P^T dO;  dK += dX^T Q;  dQt += K^T dX
 //   sum the chunks in order, scale, store
 //
-// delta = dO . O - dLSE. P is final (the forward pass left lse), so everything is a plain sum, in
-// float (or double) and in an order that depends on the lengths alone. Compiled once per
-// instruction set; includes backward_scratch.h.
+// Invariant: every sum is plain, P being final, and in an order that depends on lengths alone.
+// Compiled once per instruction set; includes backward_scratch.h.
 #pragma once
 
 #include <cmath>

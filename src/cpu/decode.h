@@ -340,9 +340,7 @@ inline bool modify_rows(const Problem& p, const Sequence& seq, const HeadGroup& 
           wide.distance = VectorArith<float>::abs(splat(lanes.position[r]) - position);
         }
         const Vf x = load(score_row + key);
-        Vf z = score(p.variant, x, wide);
-        if (p.variant.has_slopes) z = max(z, splat(std::numeric_limits<float>::lowest()));
-        store(score_row + key, to_base_2<float>(z));
+        store(score_row + key, to_base_2<float>(natural_score<float>(p.variant, x, wide)));
       }
     }
     for (int key = 0; key < num_keys; ++key) {

@@ -1,17 +1,13 @@
 // Forward, one work item: the rows of one (sequence, key/value head) against its keys.
 //
-//   for each stretch of keys that fits the cache: pack K and V once
-//     for each query tile that sees some of it:  for each key tile
-//       scores = K Qt            register tiles, into L1
-//       modify and hide          only where the variant or the border asks for it
-//       absorb                   raise the reference, scores -> weights, sum
-//       out = out * keep + V^T weights
+//   for each stretch of keys (packed once), query tile that sees some of it, key tile
+//     scores = K Qt, modified and hidden where the variant or the border asks for it
+//     absorb: raise the reference, scores -> weights, sum;  out = out * keep + V^T weights
 //   divide, store out and lse
 //
-// Invariant: a row's arithmetic depends on its own scores and on absolute key tiles alone, never on
-// its lane, its neighbours, the split into items or the thread. References are integers, so
-// rescaling is exact. Compiled once per instruction set; includes scores.h and
-// decode.h.
+// Invariant: a row's arithmetic depends on its own scores and absolute key tiles alone, never on
+// its lane, neighbours, item or thread. References are integers: rescaling is exact. Compiled once
+// per instruction set; includes scores.h and decode.h.
 #pragma once
 
 #include <cmath>

@@ -39,6 +39,14 @@ inline Softmax<R> sink_state(const Problem& p, std::int64_t b, std::int64_t h) {
   return {std::ceil(sink), weight(sink, std::ceil(sink))};
 }
 
+// scale * q.k as a natural score of the variant. A slope never hides a key, not even one that is
+// too far away for R.
+template <class R>
+inline Vec<R> natural_score(const Variant& variant, Vec<R> x, const At<Vec<R>>& at) {
+  const Vec<R> z = score(variant, x, at);
+  return variant.has_slopes ? max(z, splat<R>(std::numeric_limits<R>::lowest())) : z;
+}
+
 // Turns scale * q.k into scores of the variant, in base 2 unless kUnits says natural, and hides
 // what is hidden. `addend` is null when there is nothing to add; top becomes the largest of each
 // lane.
@@ -63,9 +71,7 @@ inline void modify_scores(const Problem& p, const LaneFacts<R>& lanes, R* scores
           at.distance = VectorArith<R>::abs(load(lanes.position + n * kWidth<R>) -
                                             splat<R>(static_cast<R>(key_begin + key)));
         }
-        x = score(p.variant, x, at);
-        // A slope never hides a key, not even one that is too far away for R.
-        if (p.variant.has_slopes) x = max(x, splat<R>(std::numeric_limits<R>::lowest()));
+        x = natural_score<R>(p.variant, x, at);
         if (kUnits == Units::kBase2) x = to_base_2<R>(x);
       }
       if (addend) x = at.bias == splat<R>(kEmpty<R>) ? splat<R>(kEmpty<R>) : x;

@@ -286,7 +286,7 @@ TEST(ContextOfACall, the_number_of_threads_is_kept_and_changes_no_bit) {
       ADD_FAILURE() << bad << " accepted";
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::kInvalidArgument);
-      EXPECT_EQ(std::string(error.what()).find(concat("num_threads is ", bad)), 0u);
+      EXPECT_EQ(std::string(error.what()).find(concat("count is ", bad)), 0u);
     }
   }
 }
