@@ -71,8 +71,9 @@ def attention(
         scale: any finite number; default 1 / sqrt(D).
         causal: ``True`` or ``"bottom_right"``: query i sees key j when j <= i + Sk - Sq;
             ``"top_left"``: when j <= i.
-        window: keys visible to the left and right of the diagonal, inclusive; None is unbounded.
-            The diagonal is the bottom-right one unless ``causal="top_left"``.
+        window: keys visible to the left and right of the diagonal, inclusive; None is unbounded,
+            and -1, elsewhere a word for that, here is a border one key beyond the diagonal. The
+            diagonal is the bottom-right one unless ``causal="top_left"``.
         softcap: 0 is off; in units of the scaled scores.
         alibi_slopes: (Hq,) or (B, Hq), float32 (or float64 when q is). Differentiable.
         bias: added to the scores; broadcastable to (B, Hq, Sq, Sk), any float dtype; minus
@@ -202,7 +203,7 @@ def explain(
     deterministic: bool | None = None,
     **options: Unpack[Options],
 ) -> Explanation:
-    """Prints how `attention` with the same arguments would run and, for each faster path, why not.
+    """Prints how `attention` with the same arguments would run, and why so.
 
     Args:
         q, k, v: as in `attention`.

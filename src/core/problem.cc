@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "core/overlap.h"
@@ -18,7 +19,9 @@ std::string device_text(Device device) {
 
 void check_tensor(const Tensor& t, const char* name, int rank, Device device) {
   if (t.rank != rank) {
-    invalid(name, " has ", t.rank, " axes, shape ", shape_text(t), ": ", rank, " are needed");
+    const bool packed = rank == 4 && t.rank == 3 && std::strcmp(name, "q") == 0;
+    invalid(name, " has ", t.rank, " axes, shape ", shape_text(t), ": ", rank, " are needed",
+            packed ? ", or cu_seqlens_q and cu_seqlens_k for packed sequences" : "");
   }
   for (int axis = 0; axis < rank; ++axis) {
     if (t.shape[axis] < 0) invalid(name, " has shape ", shape_text(t), ": extents must be >= 0");

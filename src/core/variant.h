@@ -2,10 +2,10 @@
 // soft caps, ALiBi, biases, boolean masks and dropout are defined. Host and device compile it.
 //
 // Invariant: visibility along a row is one interval of keys (key_interval) further thinned by bias
-// and mask; everything about tiles is derived from that interval. Positions i (query) and j (key)
-// are local to a sequence and 64-bit. Hooks are templates on T: float, double, a vector of queries,
-// or a Dual of these, which makes every variant differentiable. Kernels load bias, mask and slope
-// their own way and pass the values in. Includes algebra/scalar.h only.
+// and mask; what holds for tiles (ranges, bands) says the same of many rows. Positions i (query)
+// and j (key) are local to a sequence and 64-bit. Hooks are templates on T: float, double, a vector
+// of queries, or a Dual of these, which makes every variant differentiable. Kernels load bias, mask
+// and slope their own way and pass the values in. Includes algebra/scalar.h only.
 #pragma once
 
 #include "onefold/algebra/scalar.h"

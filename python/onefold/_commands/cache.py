@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prebuild = actions.add_parser(
         "prebuild",
         help="compile the kernels of a list of problems, for GPUs that need not be here",
+        usage="onefold cache prebuild [-h] problems --arch CC [CC ...]",
         description=problems.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
