@@ -20,7 +20,10 @@ namespace {
 TEST(BadInput, shapes_and_memory_of_q_k_and_v) {
   expect_refused(
       {
-          {"rank of q", "q has 3 axes, shape (3, 4, 5): 4 are needed",
+          {"rank of q",
+           "q has 3 axes, shape (3, 4, 5): 4 are needed, or cu_seqlens_q and cu_seqlens_k for "
+           "packed "
+           "sequences",
            [](Call& c) {
              c.a.q = tensor({3, 4, 5});
            }},
