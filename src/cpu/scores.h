@@ -40,11 +40,11 @@ inline Softmax<R> sink_state(const Problem& p, std::int64_t b, std::int64_t h) {
 }
 
 // scale * q.k as a natural score of the variant. A slope never hides a key, not even one that is
-// too far away for R.
+// too far away for R, nor a NaN: the second argument's wins.
 template <class R>
 inline Vec<R> natural_score(const Variant& variant, Vec<R> x, const At<Vec<R>>& at) {
   const Vec<R> z = score(variant, x, at);
-  return variant.has_slopes ? max(z, splat<R>(std::numeric_limits<R>::lowest())) : z;
+  return variant.has_slopes ? max(splat<R>(std::numeric_limits<R>::lowest()), z) : z;
 }
 
 // Turns scale * q.k into scores of the variant, in base 2 unless kUnits says natural, and hides

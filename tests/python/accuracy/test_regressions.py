@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import onefold
+from gates import make_case, run, wide
 
 
 def _question(sq: int, sk: int, heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
@@ -402,3 +403,26 @@ def test_a_benchmark_records_the_commit_that_was_built_and_no_other(tmp_path) ->
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert enclosed.stdout.strip() == text
+
+
+@pytest.mark.parametrize("rows", [1, 5, 100])
+@pytest.mark.parametrize("where", ["q", "k", "bias", "alibi_slopes"])
+def test_a_nan_reaches_the_rows_that_see_it_when_there_are_slopes(where, rows, dtype, device):
+    case = make_case("normal", dtype, (2, rows, 7, 4, 4, 8, 8))
+    case.dout = case.dlse = None
+    case.options = {
+        "bias": torch.zeros(rows, 7, dtype=dtype),
+        "alibi_slopes": torch.full((4,), 0.1, dtype=wide(dtype)),
+    }
+    at = {
+        "q": lambda: case.q[:, 0, 1],
+        "k": lambda: case.k[:, 3, 1],
+        "bias": lambda: case.options["bias"][0, 3:4],
+        "alibi_slopes": lambda: case.options["alibi_slopes"][1:2],
+    }[where]()
+    at.fill_(math.nan)
+    found = run(case, device)
+    row = slice(0, 1) if where in ("q", "bias") else slice(None)
+    assert found.out[:, row, 1].isnan().all()
+    assert found.lse[:, 1, row].isnan().all()
+    assert found.out[:, row, 0].isnan().all() == (where == "bias")
