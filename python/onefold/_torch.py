@@ -223,9 +223,12 @@ def attention(question: Arguments, deterministic: bool | None, return_lse: bool,
     if wanted is not None:
         if deterministic is None:
             deterministic = wants_determinism()
-        if torch.compiler.is_compiling():
-            ready = _distinct(ready)
-        out, lse = _Attention.apply(deterministic, *ready)
+        if torch.compiler.is_compiling() and not deterministic:
+            out, lse = ops.forward(ready)  # the operator has these gradients, exported too
+        else:
+            if torch.compiler.is_compiling():
+                ready = _distinct(ready)
+            out, lse = _Attention.apply(deterministic, *ready)
     else:
         out, lse = ops.forward(ready, want_lse=return_lse)
     return (out, lse) if return_lse else out

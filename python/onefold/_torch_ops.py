@@ -203,6 +203,34 @@ def _merge_states_fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
 
 
+# ---- gradients of a program that holds the operator alone: exported, or traced ----
+
+
+def _keep_for_backward(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[: SEED + 1], *output)
+    ctx.scalars = inputs[SEED + 1 :]
+
+
+def _operator_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    question = (*tensors, *ctx.scalars)
+    result: list[Any] = [None] * len(question)
+    if dout is None and dlse is None:
+        return tuple(result)
+    needs = [ctx.needs_input_grad[i] for i in DIFFERENTIABLE]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    gradients = torch.ops.onefold.backward(dout, dlse, *question, out, lse, deterministic, needs)
+    for i, need, gradient in zip(DIFFERENTIABLE, needs, gradients, strict=True):
+        result[i] = gradient if need else None
+    return tuple(result)
+
+
+torch.library.register_autograd(
+    "onefold::forward", _operator_backward, setup_context=_keep_for_backward
+)
+
+
 # ---- which of the two ----
 
 

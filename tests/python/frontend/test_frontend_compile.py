@@ -331,6 +331,27 @@ def test_an_exported_program_runs_at_another_length(strict):
     assert_equal(program.module()(*inputs), Attend()(*inputs))
 
 
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, q, k, v):
+        x = q * self.scale
+        out, lse = onefold.attention(x, k, v, causal=True, return_lse=True)
+        return out.square().sum() + lse.sum() + x.sum()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_has_the_gradients_of_eager(strict):
+    inputs = tuple(make_inputs(requires_grad=False))
+    model = Scaled()
+    exported = torch.export.export(model, inputs, strict=strict).module()
+    (want,) = torch.autograd.grad(model(*inputs), model.scale)
+    (got,) = torch.autograd.grad(exported(*inputs), list(exported.parameters()))
+    assert torch.equal(got, want)
+
+
 def test_an_exported_program_survives_saving_and_loading(tmp_path):
     inputs = tuple(make_inputs(requires_grad=False))
     path = tmp_path / "attend.pt2"
