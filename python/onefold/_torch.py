@@ -46,7 +46,8 @@ def prepare(question: Arguments) -> Arguments:
     """Checks types, brings indices and seed to q's device, follows autocast, draws a seed."""
     ready = list(question)
     q = ready[0]
-    _check_host_lengths(question)
+    if q.is_cuda:
+        _check_host_lengths(question)
     for i in range(NUM_ARRAYS):
         if ready[i] is not None:
             if i in INDEX_ARRAYS:
@@ -87,7 +88,7 @@ def _check_host_lengths(question: Arguments) -> None:
     given = {i: question[i] for i in INDEX_ARRAYS if question[i] is not None}
     if not given or torch.compiler.is_compiling():
         return
-    if not all(isinstance(x, Tensor) and x.is_cuda for x in (q, k, v)):
+    if not all(isinstance(x, Tensor) for x in (k, v)):
         return
     if not all(
         isinstance(x, (list, tuple)) or (isinstance(x, Tensor) and x.is_cpu) for x in given.values()

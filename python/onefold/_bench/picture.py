@@ -22,6 +22,15 @@ CANDIDATES = (
     ("onefold", "onefold", "#0072b2"),
 )
 MARKERS = "os^Dv"
+# What all pictures have in common, as matplotlib's parameters.
+LOOK = {
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e5e5e5",
+    "axes.axisbelow": True,
+}
 MOST_DIMS = 2  # more lines hide each other
 NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -49,12 +58,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
     look = {
         "font.size": 11,
         "axes.titlesize": 12,
-        "axes.titleweight": "bold",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": "#e5e5e5",
-        "axes.axisbelow": True,
+        **LOOK,
     }
     rows = len(directions) + bool(decoding)
     with rc_context(look):

@@ -69,14 +69,15 @@ def of_small_ds(name: str, q: Any, k: Any, scale: float | None) -> float:
 def _tensor_core_sizes(dtype: str, head_dim: int, num_keys: int, num_rows: int) -> dict[str, float]:
     """Tensor cores truncate: each step errs by up to twice the roundoff, always downwards. In 16
     bits a step adds 16 elements, so that long sums of one sign grow with the number of steps; for
-    float32 at most twelve steps make a sum of 8 to 32 elements, and these sums are added with
-    rounding. Weights are stored in 16 bits, and float32 products are made of three, good to 2^-21;
-    the reference of a row moves at most 16 times, by an inexact factor."""
+    float32 three steps add 8 elements, at most eight times before the sum is added with rounding.
+    Weights are stored in 16 bits, and float32 products are made of three, good to 2^-21; the
+    reference of a row moves at most 16 times, by an inexact factor."""
     u = UNIT["float32"]
 
     def summed(n: int) -> float:
         if dtype == "float32":
-            return 12 * 2 * u + gamma(-(-n // 8), u)
+            steps = -(-n // 8)
+            return 3 * min(steps, 8) * 2 * u + gamma(steps, u)
         return max(gamma(n, 2 * u), -(-n // 16) * 2 * u)
 
     split = 2.0**-21 if dtype == "float32" else 0.0

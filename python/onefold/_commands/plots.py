@@ -146,15 +146,12 @@ def draw_demo(records: Sequence[Record], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+    from onefold._bench.picture import LOOK
+
     look = {
         "font.size": 12,
         "axes.titlesize": 13,
-        "axes.titleweight": "bold",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": "#e5e5e5",
-        "axes.axisbelow": True,
+        **LOOK,
     }
     with rc_context(look):
         figure = Figure(figsize=(12, 4), layout="constrained")
