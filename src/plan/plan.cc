@@ -12,7 +12,7 @@ constexpr int kKeyTile = 64;
 // keys, were 3 to 6 % slower than 24 or more: packing costs more than rows parked in L3.
 constexpr std::int64_t kMostTilesPerItem = 48;
 constexpr std::int64_t kItemsPerThread = 4;  // so that threads end together; one thread need not
-constexpr std::int64_t kSplitKeys = 1024;  // packs enough work into an item, splits 8k keys in 8
+constexpr std::int64_t kSplitKeys = 1024;    // packs enough work into an item, splits 8k keys in 8
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
