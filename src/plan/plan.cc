@@ -124,7 +124,11 @@ CpuWork plan_backward(const Problem& p, const BackwardWants& wants, const CpuFac
   w.num_chunks = std::max<std::int64_t>(1, ceil_div(p.longest_q, w.chunk));
   const auto num_sequences = static_cast<std::int64_t>(p.sequences.size());
   const std::int64_t heads = num_sequences * p.heads_k;
-  w.by_chunk = facts.threads > 1 && w.num_chunks > 1 && heads < 2 * facts.threads;
+  // Chunks keep more sums than heads do, each in memory of its own, so heads are better wherever
+  // they share out evenly.
+  bool even = heads % facts.threads == 0;
+  for (const Sequence& s : p.sequences) even &= s.used.q == p.longest_q && s.used.k == p.longest_k;
+  w.by_chunk = facts.threads > 1 && w.num_chunks > 1 && heads < 2 * facts.threads && !even;
   if (wants.main_pass()) {
     for (std::int64_t b = 0; b < num_sequences; ++b) {
       const std::int64_t rows = p.sequences[static_cast<std::size_t>(b)].used.q;
