@@ -24,39 +24,6 @@ inline constexpr int kDecodeRegisters = 16;  // accumulators in flight
 inline constexpr int kDecodeRegisters = 8;
 #endif
 
-// One vector of keys' elements, as floats.
-inline Vf widen(const float* p) { return load(p); }
-struct BFloat16 {
-  std::uint16_t bits;
-};
-struct Float16 {
-  std::uint16_t bits;
-};
-inline Vf widen(const BFloat16* p) {
-#if defined(__AVX512F__)
-  return std::bit_cast<Vf>(_mm512_slli_epi32(
-      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
-#elif defined(__AVX2__)
-  return std::bit_cast<Vf>(_mm256_slli_epi32(
-      _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
-#else
-  Vf v;
-  for (int lane = 0; lane < kW; ++lane) v[lane] = bfloat16_to_float(p[lane].bits);
-  return v;
-#endif
-}
-inline Vf widen(const Float16* p) {
-#if defined(__AVX512F__)
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#elif defined(__AVX2__)
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-#else
-  Vf v;
-  for (int lane = 0; lane < kW; ++lane) v[lane] = float16_to_float(p[lane].bits);
-  return v;
-#endif
-}
-
 // The sum of all lanes, halving: the same order for every accumulator.
 inline float sum_lanes(Vf v) {
 #if defined(__AVX2__)

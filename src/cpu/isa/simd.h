@@ -203,6 +203,50 @@ inline Vec<float> tanh(Vec<float> x) {
   return a < splat(0.625f) ? small : large;
 }
 
+// One vector of elements, as floats.
+inline Vec<float> widen(const float* p) { return load(p); }
+struct BFloat16 {
+  std::uint16_t bits;
+};
+struct Float16 {
+  std::uint16_t bits;
+};
+inline Vec<float> widen(const BFloat16* p) {
+#if defined(__AVX512F__)
+  return std::bit_cast<Vec<float>>(_mm512_slli_epi32(
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+#elif defined(__AVX2__)
+  return std::bit_cast<Vec<float>>(_mm256_slli_epi32(
+      _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+#else
+  Vec<float> v;
+  for (int lane = 0; lane < kWidth<float>; ++lane) v[lane] = bfloat16_to_float(p[lane].bits);
+  return v;
+#endif
+}
+inline Vec<float> widen(const Float16* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  Vec<float> v;
+  for (int lane = 0; lane < kWidth<float>; ++lane) v[lane] = float16_to_float(p[lane].bits);
+  return v;
+#endif
+}
+
+// The way back, rounded to nearest even; the baseline has no instruction for it.
+#if defined(__AVX2__)
+inline void narrow(Float16* p, Vec<float> x) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#endif
+}
+#endif
+
 template <class R, class Load>
 inline void load_with(R* to, std::int64_t count, std::int64_t stride, Load load) {
   if (stride == 1) {
@@ -236,21 +280,12 @@ inline void load_row(R* to, const void* from, DType dtype, std::int64_t stride,
     case DType::kFloat16: {
       const auto* p = static_cast<const std::uint16_t*>(from);
       std::int64_t d = 0;
-#if defined(__AVX512F__)
       if constexpr (sizeof(R) == 4) {
-        for (; stride == 1 && d + 16 <= count; d += 16) {
-          _mm512_storeu_ps(
-              to + d, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + d))));
+        constexpr int kW = kWidth<float>;
+        for (; stride == 1 && d + kW <= count; d += kW) {
+          store(to + d, widen(reinterpret_cast<const Float16*>(p + d)));
         }
       }
-#elif defined(__AVX2__)
-      if constexpr (sizeof(R) == 4) {
-        for (; stride == 1 && d + 8 <= count; d += 8) {
-          _mm256_storeu_ps(
-              to + d, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + d))));
-        }
-      }
-#endif
       return load_with(to + d, count - d, stride,
                        [p = p + d * stride](std::int64_t i) { return float16_to_float(p[i]); });
     }
@@ -286,11 +321,21 @@ inline void store_row(void* to, DType dtype, std::int64_t stride, const R* from,
                         [p = static_cast<std::uint16_t*>(to)](std::int64_t i, R x) {
                           p[i] = float_to_bfloat16(static_cast<float>(x));
                         });
-    case DType::kFloat16:
-      return store_with(count, stride, from,
-                        [p = static_cast<std::uint16_t*>(to)](std::int64_t i, R x) {
-                          p[i] = float_to_float16(static_cast<float>(x));
-                        });
+    case DType::kFloat16: {
+      auto* p = static_cast<std::uint16_t*>(to);
+      std::int64_t d = 0;
+#if defined(__AVX2__)
+      if constexpr (sizeof(R) == 4) {
+        constexpr int kW = kWidth<float>;
+        for (; stride == 1 && d + kW <= count; d += kW) {
+          narrow(reinterpret_cast<Float16*>(p + d), load(from + d));
+        }
+      }
+#endif
+      return store_with(count - d, stride, from + d, [p = p + d * stride](std::int64_t i, R x) {
+        p[i] = float_to_float16(static_cast<float>(x));
+      });
+    }
     case DType::kFloat64:
       return store_with(count, stride, from, [p = static_cast<double*>(to)](std::int64_t i, R x) {
         p[i] = static_cast<double>(x);

@@ -55,6 +55,9 @@ Operations all_operations() {
   t.widen_float16 = [](const std::uint16_t* from, float* to) {
     simd::store(to, simd::widen(reinterpret_cast<const simd::Float16*>(from)));
   };
+  t.store_float16 = [](std::uint16_t* to, const float* from, std::int64_t count) {
+    simd::store_row(to, DType::kFloat16, 1, from, count);
+  };
   t.sum_lanes = [](const float* x) { return simd::sum_lanes(simd::load(x)); };
   t.max_lane = [](const float* x) { return simd::max_lane(simd::load(x)); };
   t.sum_lanes_of = [](const float* x, float* to) {

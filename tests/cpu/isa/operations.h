@@ -41,6 +41,8 @@ struct Operations {
   void (*widen_float)(const float* from, float* to);
   void (*widen_bfloat16)(const std::uint16_t* from, float* to);
   void (*widen_float16)(const std::uint16_t* from, float* to);
+  // A row of float16, stored.
+  void (*store_float16)(std::uint16_t* to, const float* from, std::int64_t count);
   float (*sum_lanes)(const float* x);
   float (*max_lane)(const float* x);
   // sums_at_once vectors, one after another.
