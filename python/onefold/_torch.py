@@ -252,9 +252,9 @@ class _Gradients(Function):
 
 def attention(question: Arguments, deterministic: bool | None, return_lse: bool, out: Any) -> Any:
     """See `onefold.attention`."""
-    if out is None and not torch.compiler.is_compiling() and forward_ad._current_level < 0:
-        if _core.is_plain(question, ops.PLAIN):
-            return _plain_attention(question, deterministic, return_lse)
+    rare = out is not None or torch.compiler.is_compiling() or forward_ad._current_level >= 0
+    if not rare and _core.is_plain(question, ops.PLAIN):
+        return _plain_attention(question, deterministic, return_lse)
     _refuse_transforms("attention")
     _refuse_tangents("attention", NAMES, question)
     ready = prepare(question)
