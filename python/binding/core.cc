@@ -166,8 +166,8 @@ struct Place {
 };
 
 // Where a call on `tensor` runs. `where` is, on the CPU, how many threads the host has set for
-// itself; else the stream (an int), and `allocate` is called with `like` and a number of bytes. None
-// where there is nothing to say, null for the allocator of a call that asks for no memory.
+// itself; else the stream (an int), and `allocate` is called with `like` and a number of bytes.
+// None where there is nothing to say, null for the allocator of a call that asks for no memory.
 Place place_of(nb::handle where, nb::handle allocate, const Tensor& tensor, nb::handle like) {
   Place place;
   place.context.device = tensor.device;
@@ -263,7 +263,8 @@ nb::object new_out(const Attention& a, const nb::tuple& question, const nb::tupl
     like_q = a.q.stride[axis] == packed && a.q.shape[axis] > 0;
     packed *= a.q.shape[axis];
   }
-  return like_q ? item(host, kEmptyLike)(item(question, kQ)) : item(host, kOutLike)(item(question, kQ), item(question, kV));
+  return like_q ? item(host, kEmptyLike)(item(question, kQ))
+                : item(host, kOutLike)(item(question, kQ), item(question, kV));
 }
 
 // For lse, (B, H, Sq) in q's own dtype where that is wide enough.
@@ -281,7 +282,8 @@ nb::object call_forward_plain(const nb::tuple& question, bool want_lse, const nb
   const Tensor to = tensor_from_python(out, output("out"));
   const std::optional<Tensor> lse_to = optional_tensor(lse, output("lse"));
   const bool on_cpu = a.q.device.type == DeviceType::kCpu;
-  const nb::object where = on_cpu ? item(host, kNumThreads)() : item(host, kCurrentStream)(a.q.device.index);
+  const nb::object where =
+      on_cpu ? item(host, kNumThreads)() : item(host, kCurrentStream)(a.q.device.index);
   {
     const Place place = place_of(where, item(host, kAllocate), a.q, item(question, kQ));
     const WithoutGil release;

@@ -95,7 +95,7 @@ PLAIN = (
     torch.get_num_threads,
     getattr(torch._C, "_cuda_getCurrentRawStream", None),  # of a torch with CUDA
     _workspace,
-    torch._C._functorch.peek_interpreter_stack,
+    torch._C._are_functorch_transforms_active,
     torch._C._len_torch_dispatch_stack,
     torch._C._get_tracing_state,
     torch._C._is_any_autocast_enabled,

@@ -74,8 +74,8 @@ struct ForwardItem {
     return query_tile<R>(heads, row_begin, row_end);
   }
 
-  // q's rows, scaled, into s.rows, zeros beyond them up to `width`; the rows' states at their start,
-  // with their sink or empty.
+  // q's rows, scaled, into s.rows, zeros beyond them up to `width`; the rows' states at their
+  // start, with their sink or empty.
   void load_queries(const QueryTile& tile, int width, bool with_sink, R* ref, R* sum) {
     const double factor = p.variant.scale * (p.variant.scale_only() ? kLog2E : 1.0);
     const std::int64_t step = padded_dim<R>(p.dim);
