@@ -213,6 +213,11 @@ class _PlainAttention(Function):
         return (None, None, None, *gradients[:3])
 
 
+# Function's own apply is Python in older versions of torch and looks, argument by argument, for
+# what no plain question has: transforms, and what is left of a tensor when its transform has ended.
+_apply_plainly = super(Function, _PlainAttention).apply
+
+
 def _derive(
     deterministic: bool,
     needs: list[bool],
@@ -281,7 +286,7 @@ def _plain_attention(question: Arguments, deterministic: bool | None, return_lse
         return _core.forward_plain(question, return_lse, ops.PLAIN)
     if deterministic is None:
         deterministic = wants_determinism()
-    return _PlainAttention.apply(question, deterministic, return_lse, q, k, v)
+    return _apply_plainly(question, deterministic, return_lse, q, k, v)
 
 
 def _distinct(question: Sequence[Any]) -> list[Any]:
