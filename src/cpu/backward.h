@@ -51,6 +51,11 @@ struct BackwardItem {
     for (std::int64_t d = 0; d < dim * width; ++d) x.q[d] = R(0);
     for (std::int64_t d = 0; d < dim_v * width; ++d) x.dout[d] = R(0);
     for (std::int64_t d = 0; d < round_up(p.dim, kPanel) * width; ++d) x.dqt[d] = R(0);
+    touch_lanes(p.q, seq.q_begin, tile, s.lanes, p.dim);
+    if (call.t.dout) {
+      touch_lanes(call.t.dout, seq.q_begin, tile, s.lanes, p.dim_v);
+      touch_lanes(call.t.out, seq.q_begin, tile, s.lanes, p.dim_v);
+    }
     bool only_key[kLanes<R>] = {};
     *x.shifted = false;
     for (int lane = 0; lane < width; ++lane) {
@@ -114,6 +119,8 @@ struct BackwardItem {
     for (std::int64_t j = key_begin; j < key_end; j += t.keys) {
       const std::int64_t idx = (j - key_begin) / t.keys;
       const int count = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
+      touch_rows(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim);
+      touch_rows(p.v, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim_v);
       pack_score_panel(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim, s.rows,
                        s.k_panels + idx * panel_keys * p.dim);
       pack_score_panel(p.v, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim_v, s.rows,
@@ -251,7 +258,7 @@ struct BackwardItem {
     const KeyCut cut = cut_keys(p, tile, tile_begin, tile_keys);
     if (cut.count == 0) return kNothing;
     const std::int64_t key_begin = tile_begin + cut.first;
-    const TileClass band = tile_class(p.variant, seq.used, tile.query_begin(), tile.query_end(),
+    const TileClass band = tile_class(p.variant, seq.used, tile.query_begin, tile.query_end,
                                       key_begin, key_begin + cut.count);
     if (band == TileClass::kEmpty) return kNothing;
     TileClass options = TileClass::kFull;
@@ -310,7 +317,7 @@ struct BackwardItem {
       x.sum[lane] = sink == kEmpty<double> ? R(0) : R(1);
     }
     const Tiles& t = call.tiles;
-    const TileRange all = kv_range(p.variant, seq.used, tile.query_begin(), tile.query_end());
+    const TileRange all = kv_range(p.variant, seq.used, tile.query_begin, tile.query_end);
     for (std::int64_t j = all.begin / t.keys * t.keys; j < all.end; j += t.keys) {
       const int count = static_cast<int>(clamp(seq.used.k - j, 0, t.keys));
       pack(j, j + count);
@@ -388,6 +395,7 @@ struct BackwardItem {
     const int width = tile.vectors * kWidth<R>;
     const R scale = static_cast<R>(p.variant.scale);
     const std::int64_t step = padded_dim<R>(p.dim);
+    touch_lanes(call.t.dq, seq.q_begin, tile, s.lanes, p.dim);
     transpose(x.dqt, width, p.dim, tile.rows, s.rows, step);
     for (int lane = 0; lane < tile.rows; ++lane) {
       R* row = s.rows + lane * step;

@@ -381,7 +381,7 @@ void weigh_head(const Problem& p, const Sequence& seq, const QueryTile& tile,
   const std::int64_t first = work.head * kDecodeRows;
   bool some_hidden = false;
   const TileClass band =
-      tile_class(p.variant, seq.used, tile.query_begin(), tile.query_end(), j, j + count);
+      tile_class(p.variant, seq.used, tile.query_begin, tile.query_end, j, j + count);
   const bool modified = !p.variant.scale_only() || p.mask || band != TileClass::kFull;
   if (modified || p.variant.dropout()) set_lanes(p, tile, lanes);
   if (modified) {

@@ -80,6 +80,7 @@ struct ForwardItem {
     const double factor = p.variant.scale * (p.variant.scale_only() ? kLog2E : 1.0);
     const std::int64_t step = padded_dim<R>(p.dim);
     set_lanes(p, tile, s.lanes);
+    touch_lanes(p.q, seq.q_begin, tile, s.lanes, p.dim);
     for (int lane = 0; lane < width; ++lane) {
       R* row = s.rows + lane * step;
       if (lane < tile.rows) {
@@ -103,6 +104,8 @@ struct ForwardItem {
       const int count = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
       PoisonList poison{0, s.poison_keys + idx * t.keys};
       const std::int64_t row = seq.k_begin + j;
+      touch_rows(p.k, heads.b, row, heads.kv_head, count, p.dim);
+      touch_rows(p.v, heads.b, row, heads.kv_head, count, p.dim_v);
       if (single) {
         const std::int64_t left = seq.used.k - j;
         pack_rows<R>(p.k, heads.b, row, heads.kv_head, count, left, p.dim, key_step(), k_tile(idx),
@@ -152,7 +155,7 @@ struct ForwardItem {
     if (cut.count == 0) return;
     const std::int64_t key_begin = tile_begin + cut.first;
     const int num_keys = cut.count;
-    const TileClass band = tile_class(p.variant, seq.used, tile.query_begin(), tile.query_end(),
+    const TileClass band = tile_class(p.variant, seq.used, tile.query_begin, tile.query_end,
                                       key_begin, key_begin + num_keys);
     if (band == TileClass::kEmpty) return;
     const bool staged = p.bias || p.mask;
@@ -213,6 +216,7 @@ struct ForwardItem {
     const std::int64_t step = padded_dim<R>(p.dim_v);
     bool extreme = false;
     set_lanes(p, tile, s.lanes);
+    touch_lanes(call.out, seq.q_begin, tile, s.lanes, p.dim_v);
     for (int lane = 0; lane < tile.rows; ++lane) {
       if (only && !only[tile.row_begin + lane - item_begin]) continue;
       const std::int64_t h = s.lanes.head[lane], i = s.lanes.query[lane];
@@ -361,7 +365,7 @@ inline void decode_heads(const ForwardCall& call, const Item& item, bool with_si
     for (std::int64_t x = 0; x < kRows * to.step; ++x) out[x] = 0;
   }
   const QueryTile any = tile_of(0);
-  const TileRange seen = kv_range(p.variant, seq.used, any.query_begin(), any.query_end());
+  const TileRange seen = kv_range(p.variant, seq.used, any.query_begin, any.query_end);
   const std::int64_t end = seen.end < item.key_end ? seen.end : item.key_end;
   std::int64_t j = seen.begin > item.key_begin ? seen.begin : item.key_begin;
   for (j = j / kDecodeKeys * kDecodeKeys; j < end; j += kDecodeKeys) {

@@ -80,6 +80,22 @@ inline void product(const R* a, std::int64_t a_row, std::int64_t a_step, const R
   finish(acc);
 }
 
+// Loads something of every cache line of a row. A loop of loads alone keeps as many misses in flight
+// as the core can bear; arithmetic between them does not, and prefetches beyond them are dropped.
+template <class Byte>
+inline void touch(const Byte* row, std::int64_t bytes) {
+  constexpr std::int64_t kLine = 64;
+  for (std::int64_t x = 0; x < bytes; x += kLine) asm volatile("" : : "r"(row[x]));
+}
+// The rows [first_row, first_row + count) of a head.
+static inline void touch_rows(const Rows& rows, std::int64_t b, std::int64_t first_row,
+                              std::int64_t head, int count, std::int64_t dim) {
+  if (!rows || rows.dim != 1) return;
+  for (int n = 0; n < count; ++n) {
+    touch(rows.at(b, first_row + n, head), dim * size_bytes(rows.dtype));
+  }
+}
+
 // How keys lie in the packed stretch: interleaved panels, or plain rows when only one query tile
 // will read them. The arithmetic is the same.
 enum class Layout { kPanels, kRows };
@@ -338,15 +354,17 @@ struct QueryTile {
   HeadGroup heads;
   std::int64_t row_begin;
   int rows, vectors;
-
-  std::int64_t query_begin() const { return row_begin / heads.group; }
-  std::int64_t query_end() const { return (row_begin + rows - 1) / heads.group + 1; }
+  std::int64_t query_begin, query_end;
 };
 template <class R>
 inline QueryTile query_tile(const HeadGroup& heads, std::int64_t row_begin, std::int64_t row_end) {
   const std::int64_t rows = row_end - row_begin < kLanes<R> ? row_end - row_begin : kLanes<R>;
-  return {heads, row_begin, static_cast<int>(rows),
-          static_cast<int>((rows + kWidth<R> - 1) / kWidth<R>)};
+  return {heads,
+          row_begin,
+          static_cast<int>(rows),
+          static_cast<int>((rows + kWidth<R> - 1) / kWidth<R>),
+          row_begin / heads.group,
+          (row_begin + rows - 1) / heads.group + 1};
 }
 
 template <class R>
@@ -375,10 +393,19 @@ struct KeyCut {
 static inline KeyCut cut_keys(const Problem& p, const QueryTile& tile, std::int64_t key_begin,
                               int num_keys) {
   const Lengths used = p.sequences[static_cast<std::size_t>(tile.heads.b)].used;
-  const TileRange seen = kv_range(p.variant, used, tile.query_begin(), tile.query_end());
+  const TileRange seen = kv_range(p.variant, used, tile.query_begin, tile.query_end);
   const std::int64_t first = clamp(seen.begin - key_begin, 0, num_keys) / kPanel * kPanel;
   const std::int64_t last = clamp(seen.end - key_begin, first, num_keys);
   return {static_cast<int>(first), static_cast<int>(last - first)};
+}
+
+// The rows of a query tile; `lanes` has been set for it.
+template <class R>
+inline void touch_lanes(const Rows& rows, std::int64_t q_begin, const QueryTile& tile,
+                        const LaneFacts<R>& lanes, std::int64_t dim) {
+  for (int lane = 0; lane < tile.rows; ++lane) {
+    touch_rows(rows, tile.heads.b, q_begin + lanes.query[lane], lanes.head[lane], 1, dim);
+  }
 }
 
 // The interval of each lane inside key tile [key_begin, key_begin + num_keys).

@@ -9,9 +9,9 @@ namespace {
 
 constexpr int kKeyTile = 64;
 // An item reads and packs the keys once for all its tiles. 8 tiles, which fit into L2 beside the
-// keys, were 4 to 8 % slower than 24 or more: packing costs more than rows parked in L3.
-constexpr std::int64_t kMostTilesPerItem = 32;
-constexpr std::int64_t kItemsPerThread = 4;
+// keys, were 3 to 6 % slower than 24 or more: packing costs more than rows parked in L3.
+constexpr std::int64_t kMostTilesPerItem = 48;
+constexpr std::int64_t kItemsPerThread = 4;  // so that threads end together; one thread need not
 constexpr std::int64_t kSplitKeys = 1024;  // packs enough work into an item, splits 8k keys in 8
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -80,9 +80,8 @@ CpuWork plan_forward(const Problem& p, const CpuFacts& facts) {
   for (const Sequence& s : p.sequences) {
     tiles += ceil_div(s.used.q * p.group, w.tiles.rows) * p.heads_k;
   }
-  w.tiles_per_item =
-      std::clamp<std::int64_t>(tiles / (facts.threads * kItemsPerThread), 1, kMostTilesPerItem);
-  const std::int64_t step = w.tiles_per_item * w.tiles.rows;
+  const std::int64_t parts = facts.threads > 1 ? facts.threads * kItemsPerThread : 1;
+  w.tiles_per_item = std::clamp<std::int64_t>(tiles / parts, 1, kMostTilesPerItem);
   const auto num_sequences = static_cast<std::int64_t>(p.sequences.size());
   for (std::int64_t b = 0; b < num_sequences; ++b) {
     const std::int64_t rows = p.sequences[static_cast<std::size_t>(b)].used.q * p.group;
@@ -91,6 +90,10 @@ CpuWork plan_forward(const Problem& p, const CpuFacts& facts) {
     ++(tiled ? w.tiled : w.decoding);
     if (tiled && rows <= kSplitRows) w.not_decoding = tiled;
     if (split_keys(p, b, facts, w)) continue;
+    // As many items as it takes, of the same size.
+    const std::int64_t sequence_tiles = ceil_div(rows, w.tiles.rows);
+    const std::int64_t count = ceil_div(sequence_tiles, w.tiles_per_item);
+    const std::int64_t step = ceil_div(sequence_tiles, count) * w.tiles.rows;
     for (std::int64_t h = 0; h < p.heads_k; ++h) {
       for (std::int64_t r = 0; r < rows; r += step) {
         w.items.push_back({b, h, r, std::min(r + step, rows)});
