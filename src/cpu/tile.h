@@ -370,7 +370,7 @@ inline QueryTile query_tile(const HeadGroup& heads, std::int64_t row_begin, std:
 template <class R>
 inline void set_lanes(const Problem& p, const QueryTile& tile, LaneFacts<R>& lanes) {
   const Lengths used = p.sequences[static_cast<std::size_t>(tile.heads.b)].used;
-  const std::int64_t first_query = tile.query_begin();
+  const std::int64_t first_query = tile.query_begin;
   const std::int64_t first_head = tile.row_begin - first_query * tile.heads.group;
   std::int64_t query = first_query, head = first_head;  // counted: a small call waits for divisions
   for (int lane = 0; lane < tile.vectors * kWidth<R>; ++lane) {
