@@ -84,9 +84,11 @@ struct BackwardItem {
       for (std::int64_t d = 0; only_key[lane] && d < p.dim_v; ++d) x.dot[d * width + lane] = R(0);
     }
     for (std::int64_t d = 0; d < p.dim * width; ++d) x.qt[d] *= factor;
+    *x.poisoned = false;
     for (int lane = 0; lane < tile.rows; ++lane) {
       x.q_poison[lane] = clear_if_not_finite(x.q + lane * dim, p.dim);
       x.dout_poison[lane] = clear_if_not_finite(x.dout + lane * dim_v, p.dim_v);
+      *x.poisoned |= x.q_poison[lane] || x.dout_poison[lane];
     }
   }
   static bool clear_if_not_finite(R* row, std::int64_t count) {
@@ -248,13 +250,14 @@ struct BackwardItem {
   struct Stage {
     KeyCut cut;
     bool border, add;
+    bool poison;  // rows were left out of the packed keys or of the tile
   };
   // Leaves their products in s.weights.
   template <int N>
   Stage stage(const QueryTile& tile, std::int64_t tile_begin, int tile_keys, std::int64_t panel,
               const QueryData<R>& x) {
     constexpr int kRow = N * kWidth<R>;
-    constexpr Stage kNothing{{0, 0}, false, false};
+    constexpr Stage kNothing{{0, 0}, false, false, false};
     const KeyCut cut = cut_keys(p, tile, tile_begin, tile_keys);
     if (cut.count == 0) return kNothing;
     const std::int64_t key_begin = tile_begin + cut.first;
@@ -266,14 +269,15 @@ struct BackwardItem {
       options = stage_addend(p, tile, key_begin, cut.count, s.lanes, s.row, s.addend);
       if (options == TileClass::kEmpty) return kNothing;
     }
-    set_intervals(p, tile, key_begin, cut.count, s.lanes);
+    // A tile with lanes to spare hides them like a border does.
+    const bool border = band == TileClass::kPartial || tile.rows < kRow;
+    const bool poison = s.poison_counts[panel] > 0 || *x.poisoned;
+    if (border || poison) set_intervals(p, tile, key_begin, cut.count, s.lanes);
     const std::int64_t panel_keys = round_up(call.tiles.keys, kPanel);
     Vec<R> unused[N] = {};
     score_product<R, N, Layout::kPanels>(s.k_panels + (panel * panel_keys + cut.first) * p.dim, 0,
                                          x.qt, p.dim, cut.count, s.weights, unused);
-    // A tile with lanes to spare hides them like a border does.
-    return {cut, band == TileClass::kPartial || tile.rows < kRow,
-            p.variant.has_bias || options == TileClass::kPartial};
+    return {cut, border, p.variant.has_bias || options == TileClass::kPartial, poison};
   }
 
   // Adds a key tile to x.shift and x.sum, the state of every row.
@@ -339,7 +343,7 @@ struct BackwardItem {
                 const QueryData<R>& x) {
     constexpr int kRow = N * kWidth<R>;
     const Tiles& t = call.tiles;
-    const auto [cut, border, add] = stage<N>(tile, tile_begin, tile_keys, panel, x);
+    const auto [cut, border, add, poison] = stage<N>(tile, tile_begin, tile_keys, panel, x);
     if (cut.count == 0) return {0, 0};
     const std::int64_t key_begin = tile_begin + cut.first;
     const int num_keys = cut.count;
@@ -367,8 +371,10 @@ struct BackwardItem {
           s.kt_panels + panel * t.keys * round_up(p.dim, kPanel) + cut.first * kPanel, t.keys,
           s.dscores, p.dim, num_keys, keep, x.dqt);
     }
-    const PoisonList poison{s.poison_counts[panel], s.poison_keys + panel * t.keys};
-    add_poisoned(tile, tile_begin, cut, poison, add ? s.addend : nullptr, x);
+    if (poison) {
+      const PoisonList keys{s.poison_counts[panel], s.poison_keys + panel * t.keys};
+      add_poisoned(tile, tile_begin, cut, keys, add ? s.addend : nullptr, x);
+    }
     return cut;
   }
   KeyCut attend_any(const QueryTile& tile, std::int64_t key_begin, int num_keys, std::int64_t panel,

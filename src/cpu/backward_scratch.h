@@ -21,7 +21,7 @@ struct QueryData {
                                  // sum of weights against it, whose log2 then is lse
   R *slope_sum, *dz_sum;         // sum of dZ * distance; of dZ
   bool *q_poison, *dout_poison;  // rows left out of q and dout because they are not finite
-  bool* shifted;                 // one for the tile: some row was weighed again
+  bool *poisoned, *shifted;      // one for the tile: there is such a row; one was weighed again
 
   QueryData(Arena& arena, const Problem& p) {
     constexpr int kL = kLanes<R>;
@@ -38,6 +38,7 @@ struct QueryData {
     dz_sum = arena.take<R>(kL);
     q_poison = arena.take<bool>(kL);
     dout_poison = arena.take<bool>(kL);
+    poisoned = arena.take<bool>(1);
     shifted = arena.take<bool>(1);
   }
 };

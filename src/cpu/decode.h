@@ -15,6 +15,7 @@ namespace onefold::cpu::ONEFOLD_ISA {
 
 inline constexpr int kDecodeRows = 8, kDecodeKeys = 64;
 inline constexpr int kTurn = 16;  // keys of one head before the next has its turn
+inline constexpr int kAhead = 2;  // turns between asking for a row and its use
 using Vf = Vec<float>;
 inline constexpr int kW = kWidth<float>;
 #if defined(__AVX512F__)
@@ -72,15 +73,33 @@ inline float sum_lanes(Vf v) {
 #endif
 }
 
-// The sums of eight or sixteen accumulators at once, each in the order of sum_lanes: halves of all
-// vectors are added in pairs until one vector holds every sum. to[n] is the sum of acc[n].
+// The largest of all lanes.
+inline float max_lane(Vf v) {
+#if defined(__AVX2__)
 #if defined(__AVX512F__)
-template <int kCount>
+  const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+#else
+  const __m256 half = v;
+#endif
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+#else
+  const float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
+  return a > b ? a : b;
+#endif
+}
+
+// The sums of all accumulators at once, each in the order of sum_lanes: halves of all vectors are
+// added in pairs until the sums lie side by side. Place p of `to` is the sum of acc[lane_order(p)].
+inline constexpr int lane_order(int place) {
+  return kW == 4 ? place : place % 4 * (kDecodeRegisters / 4) + place / 4;
+}
 [[gnu::always_inline]] inline void sum_lanes_of(const Vf* acc, float* to) {
-  static_assert(kCount == 8 || kCount == 16);
+#if defined(__AVX512F__)
   __m512 group[4];
 #pragma GCC unroll 4
-  for (int g = 0; g < kCount / 4; ++g) {  // 128-bit block t of group g: acc[4 g + t]
+  for (int g = 0; g < 4; ++g) {  // 128-bit block t of group g: acc[4 g + t]
     const Vf* a = acc + 4 * g;
     const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x44),
                                     _mm512_shuffle_f32x4(a[0], a[1], 0xEE));
@@ -92,20 +111,12 @@ template <int kCount>
   __m512 pair[2];
 #pragma GCC unroll 2
   for (int g = 0; g < 2; ++g) {
-    const int from = kCount == 16 ? 2 * g : 0;
-    pair[g] = _mm512_add_ps(_mm512_unpacklo_ps(group[from], group[from + 1]),
-                            _mm512_unpackhi_ps(group[from], group[from + 1]));
+    pair[g] = _mm512_add_ps(_mm512_unpacklo_ps(group[2 * g], group[2 * g + 1]),
+                            _mm512_unpackhi_ps(group[2 * g], group[2 * g + 1]));
   }
-  alignas(64) float sums[16];  // [t][g]
-  _mm512_store_ps(sums, _mm512_add_ps(_mm512_shuffle_ps(pair[0], pair[1], 0x44),
-                                      _mm512_shuffle_ps(pair[0], pair[1], 0xEE)));
-#pragma GCC unroll 16
-  for (int n = 0; n < kCount; ++n) to[n] = sums[n % 4 * 4 + n / 4];
-}
+  _mm512_storeu_ps(to, _mm512_add_ps(_mm512_shuffle_ps(pair[0], pair[1], 0x44),
+                                     _mm512_shuffle_ps(pair[0], pair[1], 0xEE)));
 #elif defined(__AVX2__)
-template <int kCount>
-[[gnu::always_inline]] inline void sum_lanes_of(const Vf* acc, float* to) {
-  static_assert(kCount == 8);
   __m256 half[4];  // 128-bit block t of half g: acc[2 g + t]
 #pragma GCC unroll 4
   for (int g = 0; g < 4; ++g) {
@@ -116,18 +127,12 @@ template <int kCount>
       _mm256_add_ps(_mm256_unpacklo_ps(half[0], half[1]), _mm256_unpackhi_ps(half[0], half[1]));
   const __m256 high =
       _mm256_add_ps(_mm256_unpacklo_ps(half[2], half[3]), _mm256_unpackhi_ps(half[2], half[3]));
-  alignas(32) float sums[8];  // [t][g]
-  _mm256_store_ps(
-      sums, _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x44), _mm256_shuffle_ps(low, high, 0xEE)));
-#pragma GCC unroll 8
-  for (int n = 0; n < 8; ++n) to[n] = sums[n % 2 * 4 + n / 2];
-}
+  _mm256_storeu_ps(
+      to, _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x44), _mm256_shuffle_ps(low, high, 0xEE)));
 #else
-template <int kCount>
-[[gnu::always_inline]] inline void sum_lanes_of(const Vf* acc, float* to) {
-  for (int n = 0; n < kCount; ++n) to[n] = sum_lanes(acc[n]);
-}
+  for (int n = 0; n < kDecodeRegisters; ++n) to[n] = sum_lanes(acc[n]);
 #endif
+}
 
 // Why so many rows do not take this path, or null. Not a question of strides, which must not change
 // a bit.
@@ -183,45 +188,69 @@ struct DecodeTile {
   const KeyRows<T>& rows;
   const DecodeScratch& s;
   std::int64_t dim, dim_v, head;
+  std::int64_t k_ahead, v_ahead;  // from a row to the one to ask for meanwhile, in elements
 
   // Keys scored at once: as many as fill the accumulators.
-  static constexpr int kKeyBlock = kDecodeRegisters / kRows < 8 ? kDecodeRegisters / kRows : 8;
+  static constexpr int kKeyBlock = kDecodeRegisters / kRows;
 
   const T* k_row(int key) const { return rows.k + head * rows.k_head + key * rows.k_step; }
   const T* v_row(int key) const { return rows.v + head * rows.v_head + key * rows.v_step; }
-  static void ask_for(const T* row, std::int64_t elements) {
-    const auto* bytes = reinterpret_cast<const std::byte*>(row);
-    for (std::int64_t x = 0; x < elements * std::int64_t{sizeof(T)}; x += 64) {
-      __builtin_prefetch(bytes + x, 0, 2);
-    }
+  // Asks for the cache lines of kCount vectors from `at`, an element of a row that is used soon. A
+  // few lines at a time, between multiply-adds: more of them at once would wait for each other.
+  template <int kCount>
+  [[gnu::always_inline]] static void ask_for(const T* at) {
+    constexpr int kLine = 64 / sizeof(T);
+#pragma GCC unroll 8
+    for (int x = 0; x<kCount * kW; x += kLine> kW ? kLine : kW) __builtin_prefetch(at + x);
   }
   float* scores(int r) const { return s.scores + (head * kDecodeRows + r) * kDecodeKeys; }
 
+  // A full block, or one key.
   template <int kKeys>
   void score_keys(int key) const {
+    constexpr bool kBlock = kKeys == kKeyBlock;
+    const auto place = [](int r, int n) { return kBlock ? lane_order(r * kKeys + n) : r; };
     const T* k[kKeys];
     Vf acc[kKeys * kRows] = {};
     for (int n = 0; n < kKeys; ++n) k[n] = k_row(key + n);
     const float* q = s.q + head * kDecodeRows * dim;
     for (std::int64_t d = 0; d < dim; d += kW) {
-      Vf x[kKeys];
+      const bool new_line = d % (64 / std::int64_t{sizeof(T)}) == 0;
+      // The shorter side stays in registers.
+      constexpr bool kKeepRows = kRows < kKeys;
+      Vf kept[kKeepRows ? kRows : kKeys];
+      if constexpr (kKeepRows) {
 #pragma GCC unroll 16
-      for (int n = 0; n < kKeys; ++n) x[n] = pinned(widen(k[n] + d));
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const Vf y = load(q + r * dim + d);
+        for (int r = 0; r < kRows; ++r) kept[r] = pinned(load(q + r * dim + d));
 #pragma GCC unroll 16
         for (int n = 0; n < kKeys; ++n) {
-          acc[r * kKeys + n] = fma(x[n], y, acc[r * kKeys + n]);
+          const Vf x = pinned(widen(k[n] + d));
+          if (new_line) ask_for<1>(k[n] + d + k_ahead);
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; ++r) acc[place(r, n)] = fma(x, kept[r], acc[place(r, n)]);
+        }
+      } else {
+#pragma GCC unroll 16
+        for (int n = 0; n < kKeys; ++n) {
+          kept[n] = pinned(widen(k[n] + d));
+          if (new_line) ask_for<1>(k[n] + d + k_ahead);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          const Vf y = pinned(load(q + r * dim + d));
+#pragma GCC unroll 16
+          for (int n = 0; n < kKeys; ++n) acc[place(r, n)] = fma(kept[n], y, acc[place(r, n)]);
         }
       }
     }
     float* to = scores(0) + key;
-    if constexpr (kKeys == kKeyBlock) {
-      float sums[kKeys * kRows];
-      sum_lanes_of<kKeys * kRows>(acc, sums);
+    if constexpr (kBlock) {
+      float sums[kDecodeRegisters];
+      sum_lanes_of(acc, sums);
 #pragma GCC unroll 16
-      for (int n = 0; n < kKeys * kRows; ++n) to[n / kKeys * kDecodeKeys + n % kKeys] = sums[n];
+      for (int r = 0; r < kRows; ++r) {
+        __builtin_memcpy(to + r * kDecodeKeys, sums + r * kKeys, kKeys * sizeof(float));
+      }
     } else {
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) to[r * kDecodeKeys] = sum_lanes(acc[r]);
@@ -249,6 +278,7 @@ struct DecodeTile {
       Vf x[kVectors];
 #pragma GCC unroll 16
       for (int n = 0; n < kVectors; ++n) x[n] = pinned(widen(v + n * kW));
+      ask_for<kVectors>(v + v_ahead);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         const Vf w = splat(scores(r)[key]);
@@ -356,10 +386,8 @@ inline float absorb_row(float* scores, int num_keys, float& ref, float& sum) {
   for (int key = num_keys; key < padded; ++key) scores[key] = kEmpty<float>;
   Vf tops = splat(kEmpty<float>);
   for (int key = 0; key < padded; key += kW) tops = max(tops, load(scores + key));
-  float top = kEmpty<float>;
-  for (int lane = 0; lane < kW; ++lane) top = top > tops[lane] ? top : tops[lane];
   Softmax<float> state{ref, sum};
-  const float keep = raise<IntegerGauge>(state, top);
+  const float keep = raise<IntegerGauge>(state, max_lane(tops));
   const Vf against = splat(anchor(state.ref));
   Vf sums{};
   for (int key = 0; key < padded; key += kW) {
@@ -411,30 +439,31 @@ void decode_tile(const Problem& p, const Sequence& seq, const TileOf& tile_of,
                  float* row) {
   using Work = DecodeTile<T, kRows>;
   const std::int64_t end_head = first_head + num_heads;
-  const auto work_of = [&](std::int64_t n) { return Work{keys, s, p.dim, p.dim_v, n}; };
-  const auto in_turns = [&](const auto& ask_for_row, const auto& function) {
+  const auto work_of = [&](std::int64_t n) { return Work{keys, s, p.dim, p.dim_v, n, 0, 0}; };
+  const auto in_turns = [&](const auto& function) {
     const int step = num_heads > 1 ? kTurn : count;
     for (int key = 0; key < count; key += step) {
       const int end = key + step < count ? key + step : count;
       for (std::int64_t n = first_head; n < end_head; ++n) {
-        const bool last = n + 1 == end_head;
-        const int ahead = last ? step : 0;
-        const Work next = work_of(last ? first_head : n + 1);
-        for (int x = key + ahead; x < end + ahead && x < count; ++x) ask_for_row(next, x);
-        function(work_of(n), key, end);
+        Work work = work_of(n);
+        const std::int64_t later = n - first_head + kAhead, turns = later / num_heads * step;
+        if (end + turns <= count) {
+          const std::int64_t heads = later % num_heads - (n - first_head);
+          work.k_ahead = heads * keys.k_head + turns * keys.k_step;
+          work.v_ahead = heads * keys.v_head + turns * keys.v_step;
+        }
+        function(work, key, end);
       }
     }
   };
-  in_turns([](const Work& next, int key) { next.ask_for(next.k_row(key), next.dim); },
-           [](const Work& work, int key, int end) { work.score(key, end); });
+  in_turns([](const Work& work, int key, int end) { work.score(key, end); });
   for (std::int64_t n = first_head; n < end_head; ++n) {
     weigh_head(p, seq, tile_of(n), lanes, work_of(n), j, count, row);
   }
-  in_turns([](const Work& next, int key) { next.ask_for(next.v_row(key), next.dim_v); },
-           [&](const Work& work, int key, int end) {
-             if (!s.some_hidden[work.head]) return work.sum_values(key, end, count);
-             if (key == 0) work.sum_seen(count, tile_of(work.head).rows);
-           });
+  in_turns([&](const Work& work, int key, int end) {
+    if (!s.some_hidden[work.head]) return work.sum_values(key, end, count);
+    if (key == 0) work.sum_seen(count, tile_of(work.head).rows);
+  });
 }
 
 }  // namespace onefold::cpu::ONEFOLD_ISA

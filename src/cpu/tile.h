@@ -80,8 +80,9 @@ inline void product(const R* a, std::int64_t a_row, std::int64_t a_step, const R
   finish(acc);
 }
 
-// Loads something of every cache line of a row. A loop of loads alone keeps as many misses in flight
-// as the core can bear; arithmetic between them does not, and prefetches beyond them are dropped.
+// Loads something of every cache line of a row. A loop of loads alone keeps as many misses in
+// flight as the core can bear; arithmetic between them does not, and prefetches beyond them are
+// dropped.
 template <class Byte>
 inline void touch(const Byte* row, std::int64_t bytes) {
   constexpr std::int64_t kLine = 64;

@@ -12,7 +12,7 @@ constexpr int kKeyTile = 64;
 // keys, were 3 to 6 % slower than 24 or more: packing costs more than rows parked in L3.
 constexpr std::int64_t kMostTilesPerItem = 48;
 constexpr std::int64_t kItemsPerThread = 4;  // so that threads end together; one thread need not
-constexpr std::int64_t kSplitKeys = 1024;  // packs enough work into an item, splits 8k keys in 8
+constexpr std::int64_t kSplitKeys = 1024;    // packs enough work into an item, splits 8k keys in 8
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -124,7 +124,11 @@ CpuWork plan_backward(const Problem& p, const BackwardWants& wants, const CpuFac
   w.num_chunks = std::max<std::int64_t>(1, ceil_div(p.longest_q, w.chunk));
   const auto num_sequences = static_cast<std::int64_t>(p.sequences.size());
   const std::int64_t heads = num_sequences * p.heads_k;
-  w.by_chunk = facts.threads > 1 && w.num_chunks > 1 && heads < 2 * facts.threads;
+  // Chunks keep more sums than heads do, each in memory of its own, so heads are better wherever
+  // they share out evenly.
+  bool even = heads % facts.threads == 0;
+  for (const Sequence& s : p.sequences) even &= s.used.q == p.longest_q && s.used.k == p.longest_k;
+  w.by_chunk = facts.threads > 1 && w.num_chunks > 1 && heads < 2 * facts.threads && !even;
   if (wants.main_pass()) {
     for (std::int64_t b = 0; b < num_sequences; ++b) {
       const std::int64_t rows = p.sequences[static_cast<std::size_t>(b)].used.q;

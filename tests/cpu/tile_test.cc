@@ -106,18 +106,27 @@ TEST_F(Tile, the_sum_of_lanes_counts_each_once) {
   EXPECT_EQ(operations().sum_lanes(x.data()), std::ldexp(1.0f, of<float>().width) - 1);
 }
 
+TEST_F(Tile, the_largest_lane_is_found_wherever_it_is) {
+  std::vector<float> x(static_cast<std::size_t>(of<float>().width));
+  for (std::size_t most = 0; most < x.size(); ++most) {
+    for (std::size_t lane = 0; lane < x.size(); ++lane) {
+      x[lane] = lane == most ? -1.0f : -2.0f - static_cast<float>(lane);
+    }
+    EXPECT_EQ(operations().max_lane(x.data()), -1.0f) << most;
+  }
+}
+
 TEST_F(Tile, sums_of_many_vectors_have_the_bits_of_each_ones_sum) {
   const auto width = static_cast<std::size_t>(of<float>().width);
-  for (const int count : {8, operations().sum_lanes_most}) {
-    for_random_cases(200, [&](Random& random) {
-      std::vector<float> x(width * static_cast<std::size_t>(count)), sums(x.size());
-      for (float& element : x) element = static_cast<float>(random.wide(3));
-      operations().sum_lanes_of(x.data(), count, sums.data());
-      for (std::size_t n = 0; n < static_cast<std::size_t>(count); ++n) {
-        ASSERT_TRUE(same(sums[n], operations().sum_lanes(x.data() + n * width))) << n;
-      }
-    });
-  }
+  const auto count = static_cast<std::size_t>(operations().sums_at_once);
+  for_random_cases(200, [&](Random& random) {
+    std::vector<float> x(width * count), sums(count);
+    for (float& element : x) element = static_cast<float>(random.wide(3));
+    operations().sum_lanes_of(x.data(), sums.data());
+    for (std::size_t n = 0; n < count; ++n) {
+      ASSERT_TRUE(same(sums[n], operations().sum_lanes(x.data() + n * width))) << n;
+    }
+  });
 }
 
 }  // namespace

@@ -358,6 +358,17 @@ TEST(Plan, backward_items_cover_every_chunk_of_every_head_once) {
   });
 }
 
+TEST(Plan, heads_that_share_out_evenly_are_not_cut_into_chunks) {
+  const auto by_chunk = [](std::int64_t heads, int threads) {
+    Question question = Question::dense(1, 4096, 4096, heads, heads, 64);
+    return plan_backward(question.problem(), all_wanted(), fake_facts(threads)).by_chunk;
+  };
+  EXPECT_FALSE(by_chunk(2, 2));
+  EXPECT_TRUE(by_chunk(3, 2));
+  EXPECT_TRUE(by_chunk(2, 4));
+  EXPECT_FALSE(by_chunk(9, 4));
+}
+
 TEST(Plan, backward_without_a_main_pass_has_no_items) {
   Question question = Question::dense(2, 100, 100, 2, 2, 16);
   BackwardWants only_bias;

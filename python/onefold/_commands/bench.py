@@ -244,6 +244,10 @@ def measured(args: argparse.Namespace, console: Any) -> list[Record]:
     import torch
 
     cuda = args.device == "cuda"
+    if not cuda:
+        from onefold._bench import cpu
+
+        cpu.keep_freed_memory()
     todo = chosen_cases(args)
     if not todo:
         raise ValueError("--full has no case with all that was asked for")

@@ -56,13 +56,15 @@ Operations all_operations() {
     simd::store(to, simd::widen(reinterpret_cast<const simd::Float16*>(from)));
   };
   t.sum_lanes = [](const float* x) { return simd::sum_lanes(simd::load(x)); };
-  t.sum_lanes_of = [](const float* x, int count, float* to) {
+  t.max_lane = [](const float* x) { return simd::max_lane(simd::load(x)); };
+  t.sum_lanes_of = [](const float* x, float* to) {
     Vec<float> vectors[simd::kDecodeRegisters];
-    for (int n = 0; n < count; ++n) vectors[n] = simd::load(x + n * simd::kWidth<float>);
-    count == 8 ? simd::sum_lanes_of<8>(vectors, to)
-               : simd::sum_lanes_of<simd::kDecodeRegisters>(vectors, to);
+    for (int p = 0; p < simd::kDecodeRegisters; ++p) {
+      vectors[simd::lane_order(p)] = simd::load(x + p * simd::kWidth<float>);
+    }
+    simd::sum_lanes_of(vectors, to);
   };
-  t.sum_lanes_most = simd::kDecodeRegisters;
+  t.sums_at_once = simd::kDecodeRegisters;
   return t;
 }
 

@@ -37,14 +37,15 @@ struct VectorOperations {
 struct Operations {
   VectorOperations<float> of_float;
   VectorOperations<double> of_double;
-  // One vector of elements, as floats; of its lanes, the sum.
+  // One vector of elements, as floats; of its lanes, the sum and the most.
   void (*widen_float)(const float* from, float* to);
   void (*widen_bfloat16)(const std::uint16_t* from, float* to);
   void (*widen_float16)(const std::uint16_t* from, float* to);
   float (*sum_lanes)(const float* x);
-  // `count` vectors, one after another; count is 8 or sum_lanes_most.
-  void (*sum_lanes_of)(const float* x, int count, float* to);
-  int sum_lanes_most;
+  float (*max_lane)(const float* x);
+  // sums_at_once vectors, one after another.
+  void (*sum_lanes_of)(const float* x, float* to);
+  int sums_at_once;
 };
 
 // Absent where this build lacks the set.
