@@ -82,8 +82,8 @@ def _lse_like(q: Tensor) -> Tensor:
     return q.new_empty(shape, dtype=dtype)
 
 
-# What `_core.is_plain` and `_core.forward_plain` compare with, call and ask. The last four answer
-# whether somebody watches the call: a transform, a dispatch mode, a tracer, autocast.
+# What `_core.is_plain` and `_core.forward_plain` compare with, call and ask. The last five answer
+# whether somebody watches the call: a transform, a dispatch or function mode, a tracer, autocast.
 PLAIN = (
     Tensor,
     torch.nn.Parameter,
@@ -97,6 +97,7 @@ PLAIN = (
     _workspace,
     torch._C._are_functorch_transforms_active,
     torch._C._len_torch_dispatch_stack,
+    torch._C._len_torch_function_stack,
     torch._C._get_tracing_state,
     torch._C._is_any_autocast_enabled,
 )
