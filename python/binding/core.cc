@@ -221,17 +221,16 @@ enum Host : std::size_t {
 
 nb::handle item(const nb::tuple& of, std::size_t at) { return of[at]; }
 
-// A plain tensor on a device of ours; what is wrong with others is for others to say.
+// A plain tensor of rows on a device of ours; what is wrong with others is for others to say.
 bool is_plain_tensor(nb::handle object, const nb::tuple& host) {
   const nb::handle type = object.type();
   if (!type.is(item(host, kTensorType)) && !type.is(item(host, kParameterType))) return false;
   if (nb::cast<bool>(item(host, kIsNeg)(object))) return false;
   try {
-    tensor_from_python(object, {"q"});
+    return tensor_from_python(object, {"q"}).rank == 4;
   } catch (const Error&) {
     return false;
   }
-  return true;
 }
 
 // Whether q, k and v are all the arrays there are, as their memory describes them, and nothing has
@@ -257,9 +256,8 @@ bool is_plain(const nb::tuple& question, const nb::tuple& host) {
 // Memory for out: that of empty_like where this is packed like q.
 nb::object new_out(const Attention& a, const nb::tuple& question, const nb::tuple& host) {
   std::int64_t packed = 1;
-  bool like_q = a.q.rank == a.v.rank && a.q.rank > 0;
-  if (like_q) like_q = a.q.shape[a.q.rank - 1] == a.v.shape[a.v.rank - 1];
-  for (int axis = a.q.rank - 1; like_q && axis >= 0; --axis) {
+  bool like_q = a.q.shape[3] == a.v.shape[3];
+  for (int axis = 3; like_q && axis >= 0; --axis) {
     like_q = a.q.stride[axis] == packed && a.q.shape[axis] > 0;
     packed *= a.q.shape[axis];
   }
@@ -270,7 +268,7 @@ nb::object new_out(const Attention& a, const nb::tuple& question, const nb::tupl
 // For lse, (B, H, Sq) in q's own dtype where that is wide enough.
 nb::object new_lse(const Attention& a, const nb::tuple& question, const nb::tuple& host) {
   const bool wide = a.q.dtype == DType::kFloat32 || a.q.dtype == DType::kFloat64;
-  if (a.q.rank != 4 || !wide) return item(host, kLseLike)(item(question, kQ));
+  if (!wide) return item(host, kLseLike)(item(question, kQ));
   return item(host, kNewEmpty)(item(question, kQ), a.q.shape[0], a.q.shape[2], a.q.shape[1]);
 }
 
