@@ -17,7 +17,7 @@ namespace onefold::python {
 inline constexpr std::size_t kNumArguments = 20;
 
 // The question in args[first, first + kNumArguments), in the order of _core.pyi.
-Attention read_attention(const nanobind::args& args, std::size_t first);
+Attention read_attention(const nanobind::tuple& args, std::size_t first);
 
 // None is absent.
 std::optional<Tensor> optional_tensor(nanobind::handle object, const Expected& expected);

@@ -165,24 +165,29 @@ struct Place {
   std::shared_ptr<Executor> threads;  // of context.executor
 };
 
-// Where a call on `tensor` runs. `at` is where args says so: on the CPU how many threads the host
-// has set for itself, if any; else the stream (an int) and the allocator, which is called with
-// `like` and a number of bytes; None where there is nothing to say.
-Place place_of(const nb::args& args, std::size_t at, const Tensor& tensor, nb::handle like) {
+// Where a call on `tensor` runs. `where` is, on the CPU, how many threads the host has set for
+// itself; else the stream (an int), and `allocate` is called with `like` and a number of bytes.
+// None where there is nothing to say, null for the allocator of a call that asks for no memory.
+Place place_of(nb::handle where, nb::handle allocate, const Tensor& tensor, nb::handle like) {
   Place place;
   place.context.device = tensor.device;
-  if (args[at].is_none()) return place;
+  if (where.is_none()) return place;
   if (tensor.device.type == DeviceType::kCpu) {
-    place.threads = cpu::pool_for_host(nb::cast<int>(args[at]));
+    place.threads = cpu::pool_for_host(nb::cast<int>(where));
     place.context.executor = place.threads.get();
     return place;
   }
-  place.context.stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(args[at]));
-  if (at + 1 == args.size()) return place;  // of a call that asks for no memory
-  place.context.allocate = [allocate = nb::handle(args[at + 1]), like](std::size_t bytes) {
+  place.context.stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(where));
+  if (!allocate.is_valid()) return place;
+  place.context.allocate = [allocate, like](std::size_t bytes) {
     return framework_memory(allocate, like, bytes);
   };
   return place;
+}
+Place place_of(const nb::args& args, std::size_t at, const Tensor& tensor, nb::handle like) {
+  const nb::handle where = args[at];
+  const nb::handle allocate = at + 1 < args.size() ? nb::handle(args[at + 1]) : nb::handle();
+  return place_of(where, allocate, tensor, like);
 }
 
 // ---- the calls ----
@@ -195,6 +200,95 @@ void call_forward(const nb::args& args) {
   const Place place = place_of(args, kNumArguments + 2, attention.q, args[0]);
   const WithoutGil release;
   forward(place.context, attention, out, lse);
+}
+
+// ---- a plain call of torch ----
+
+// What the front end hands over once and for all, in this order: see _torch_ops.PLAIN.
+enum Host : std::size_t {
+  kTensorType,
+  kParameterType,
+  kIsNeg,
+  kEmptyLike,
+  kOutLike,
+  kNewEmpty,
+  kLseLike,
+  kNumThreads,
+  kCurrentStream,
+  kAllocate,
+  kWatchers,  // and all that follow
+};
+
+nb::handle item(const nb::tuple& of, std::size_t at) { return of[at]; }
+
+// A plain tensor of rows on a device of ours; what is wrong with others is for others to say.
+bool is_plain_tensor(nb::handle object, const nb::tuple& host) {
+  const nb::handle type = object.type();
+  if (!type.is(item(host, kTensorType)) && !type.is(item(host, kParameterType))) return false;
+  if (nb::cast<bool>(item(host, kIsNeg)(object))) return false;
+  try {
+    return tensor_from_python(object, {"q"}).rank == 4;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+// Whether q, k and v are all the arrays there are, as their memory describes them, and nothing has
+// to be drawn, cast or shown to somebody else on the way to it.
+bool is_plain(const nb::tuple& question, const nb::tuple& host) {
+  for (std::size_t position = kBias; position <= kSeed; ++position) {
+    if (!item(question, position).is_none()) return false;
+  }
+  const nb::handle dropout_p = item(question, kDropoutP);
+  if (!PyFloat_Check(dropout_p.ptr()) || PyFloat_AsDouble(dropout_p.ptr()) != 0) return false;
+  for (std::size_t position = kQ; position <= kV; ++position) {
+    if (!is_plain_tensor(item(question, position), host)) return false;
+  }
+  for (std::size_t watcher = kWatchers; watcher < host.size(); ++watcher) {
+    const nb::object answer = item(host, watcher)();
+    const int some = PyObject_IsTrue(answer.ptr());
+    if (some < 0) throw nb::python_error();
+    if (some != 0) return false;
+  }
+  return true;
+}
+
+// Memory for out: that of empty_like where this is packed like q.
+nb::object new_out(const Attention& a, const nb::tuple& question, const nb::tuple& host) {
+  std::int64_t packed = 1;
+  bool like_q = a.q.shape[3] == a.v.shape[3];
+  for (int axis = 3; like_q && axis >= 0; --axis) {
+    like_q = a.q.stride[axis] == packed && a.q.shape[axis] > 0;
+    packed *= a.q.shape[axis];
+  }
+  return like_q ? item(host, kEmptyLike)(item(question, kQ))
+                : item(host, kOutLike)(item(question, kQ), item(question, kV));
+}
+
+// For lse, (B, H, Sq) in q's own dtype where that is wide enough.
+nb::object new_lse(const Attention& a, const nb::tuple& question, const nb::tuple& host) {
+  const bool wide = a.q.dtype == DType::kFloat32 || a.q.dtype == DType::kFloat64;
+  if (!wide) return item(host, kLseLike)(item(question, kQ));
+  return item(host, kNewEmpty)(item(question, kQ), a.q.shape[0], a.q.shape[2], a.q.shape[1]);
+}
+
+// A question that is_plain: (out, lse), without lse if not wanted.
+nb::object call_forward_plain(const nb::tuple& question, bool want_lse, const nb::tuple& host) {
+  const Attention a = read_attention(question, 0);
+  const nb::object out = new_out(a, question, host);
+  const nb::object lse = want_lse ? new_lse(a, question, host) : nb::none();
+  const Tensor to = tensor_from_python(out, output("out"));
+  const std::optional<Tensor> lse_to = optional_tensor(lse, output("lse"));
+  const bool on_cpu = a.q.device.type == DeviceType::kCpu;
+  const nb::object where =
+      on_cpu ? item(host, kNumThreads)() : item(host, kCurrentStream)(a.q.device.index);
+  {
+    const Place place = place_of(where, item(host, kAllocate), a.q, item(question, kQ));
+    const WithoutGil release;
+    forward(place.context, a, to, lse_to);
+  }
+  if (want_lse) return nb::make_tuple(out, lse);
+  return out;
 }
 
 // dout, dlse, the arguments, out, lse, the six gradients to write, None where not wanted, whether
@@ -322,7 +416,7 @@ std::optional<Tensor> optional_tensor(nb::handle object, const Expected& expecte
   return tensor_from_python(object, expected);
 }
 
-Attention read_attention(const nb::args& args, std::size_t first) {
+Attention read_attention(const nb::tuple& args, std::size_t first) {
   const auto at = [&args, first](Position position) -> nb::handle {
     return args[first + position];
   };
@@ -369,6 +463,8 @@ NB_MODULE(_core, m) {
   for (const char* name : kArgumentNames) names.append(name);
   m.attr("argument_names") = nb::tuple(names);
   m.def("forward", &call_forward);
+  m.def("is_plain", &is_plain);
+  m.def("forward_plain", &call_forward_plain);
   m.def("backward", &call_backward);
   m.def("plan", &call_plan);
   m.def("warm_up", &call_warm_up);

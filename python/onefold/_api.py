@@ -13,9 +13,9 @@ from ._options import (
     Causal,
     Options,
     Window,
-    arguments,
     check_flags,
     from_options,
+    in_order,
     integer,
     refuse_mods,
 )
@@ -112,26 +112,29 @@ def attention(
     """
     if score_mod is not None or mask_mod is not None or aux is not None:
         refuse_mods(score_mod=score_mod, mask_mod=mask_mod, aux=aux)
-    check_flags(deterministic, return_lse)
-    options: Options = {
-        "scale": scale,
-        "causal": causal,
-        "window": window,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "bias": bias,
-        "mask": mask,
-        "sinks": sinks,
-        "dropout_p": dropout_p,
-        "seed": seed,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-        "seqused_q": seqused_q,
-        "seqused_k": seqused_k,
-    }
-    question = arguments(q, k, v, options)
+    if deterministic is not None or type(return_lse) is not bool:
+        check_flags(deterministic, return_lse)
+    question = in_order(
+        q,
+        k,
+        v,
+        scale,
+        causal,
+        window,
+        softcap,
+        alibi_slopes,
+        bias,
+        mask,
+        sinks,
+        dropout_p,
+        seed,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_q,
+        seqused_k,
+    )
     return front_end(q).attention(question, deterministic, return_lse, out)
 
 

@@ -21,6 +21,13 @@ _Array = tuple[tuple[int, ...], bytearray]
 def forward(*question_out_lse_stream_allocate: Any) -> None:
     """question, out, lse (None if not wanted), stream, allocate."""
 
+def is_plain(question: tuple[Any, ...], host: tuple[Any, ...]) -> bool:
+    """Whether `forward_plain` can answer: torch's q, k and v, nothing rare, and nobody watches.
+    `host` is _torch_ops.PLAIN."""
+
+def forward_plain(question: tuple[Any, ...], want_lse: bool, host: tuple[Any, ...]) -> Any:
+    """out, or (out, lse), in memory of torch's own; takes the current stream, torch's threads."""
+
 def backward(*dout_dlse_question_out_lse_gradients_deterministic_stream_allocate: Any) -> None:
     """dout, dlse, question, out, lse, dq, dk, dv, dbias, dslopes, dsinks (None if not wanted),
     deterministic, stream, allocate."""

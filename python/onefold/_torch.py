@@ -182,14 +182,56 @@ class _Attention(Function):
         result: list[Any] = [None] * (1 + len(question))
         if dout is None and dlse is None:
             return tuple(result)
-        _refuse_transforms("attention")
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            gradients = _Gradients.apply(ctx.deterministic, needs, dout, dlse, out, lse, *question)
-        else:
-            gradients = ops.backward(dout, dlse, question, out, lse, ctx.deterministic, needs)
+        gradients = _derive(ctx.deterministic, needs, dout, dlse, out, lse, question)
         for i, gradient in zip(DIFFERENTIABLE, gradients, strict=True):
             result[1 + i] = gradient
         return tuple(result)
+
+
+class _PlainAttention(Function):
+    """(question, deterministic, return_lse, q, k, v) -> out, or (out, lse): of a plain question,
+    from which autograd has less to take apart, to keep and to put together."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, question: Arguments, deterministic: bool, return_lse: bool, *qkv: Tensor
+    ) -> Any:
+        out, lse = _core.forward_plain(question, True, ops.PLAIN)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*qkv, out, lse)
+        ctx.asked = (question[3:], deterministic)
+        return (out, lse) if return_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
+        if dout is None and dlse is None:
+            return (None,) * 6
+        *qkv, out, lse = ctx.saved_tensors
+        rest, deterministic = ctx.asked
+        needs = [*ctx.needs_input_grad[3:], False, False, False]
+        gradients = _derive(deterministic, needs, dout, dlse, out, lse, (*qkv, *rest))
+        return (None, None, None, *gradients[:3])
+
+
+# Function's own apply is Python in older versions of torch and looks, argument by argument, for
+# what no plain question has: transforms, and what is left of a tensor when its transform has ended.
+_apply_plainly = super(Function, _PlainAttention).apply
+
+
+def _derive(
+    deterministic: bool,
+    needs: list[bool],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    question: Arguments,
+) -> Sequence[Tensor | None]:
+    """The gradients of `DIFFERENTIABLE`, None where not needed."""
+    _refuse_transforms("attention")
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _Gradients.apply(deterministic, needs, dout, dlse, out, lse, *question)
+    return ops.backward(dout, dlse, question, out, lse, deterministic, needs)
 
 
 class _Gradients(Function):
@@ -215,6 +257,9 @@ class _Gradients(Function):
 
 def attention(question: Arguments, deterministic: bool | None, return_lse: bool, out: Any) -> Any:
     """See `onefold.attention`."""
+    rare = out is not None or torch.compiler.is_compiling() or forward_ad._current_level >= 0
+    if not rare and _core.is_plain(question, ops.PLAIN):
+        return _plain_attention(question, deterministic, return_lse)
     _refuse_transforms("attention")
     _refuse_tangents("attention", NAMES, question)
     ready = prepare(question)
@@ -233,6 +278,15 @@ def attention(question: Arguments, deterministic: bool | None, return_lse: bool,
     else:
         out, lse = ops.forward(ready, want_lse=return_lse)
     return (out, lse) if return_lse else out
+
+
+def _plain_attention(question: Arguments, deterministic: bool | None, return_lse: bool) -> Any:
+    q, k, v = question[:3]
+    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        return _core.forward_plain(question, return_lse, ops.PLAIN)
+    if deterministic is None:
+        deterministic = wants_determinism()
+    return _apply_plainly(question, deterministic, return_lse, q, k, v)
 
 
 def _distinct(question: Sequence[Any]) -> list[Any]:

@@ -82,6 +82,27 @@ def _lse_like(q: Tensor) -> Tensor:
     return q.new_empty(shape, dtype=dtype)
 
 
+# What `_core.is_plain` and `_core.forward_plain` compare with, call and ask. The last five answer
+# whether somebody watches the call: a transform, a dispatch or function mode, a tracer, autocast.
+PLAIN = (
+    Tensor,
+    torch.nn.Parameter,
+    Tensor.is_neg,
+    torch.empty_like,
+    _out_like,
+    Tensor.new_empty,
+    _lse_like,
+    torch.get_num_threads,
+    getattr(torch._C, "_cuda_getCurrentRawStream", None),  # of a torch with CUDA
+    _workspace,
+    torch._C._are_functorch_transforms_active,
+    torch._C._len_torch_dispatch_stack,
+    torch._C._len_torch_function_stack,
+    torch._C._get_tracing_state,
+    torch._C._is_any_autocast_enabled,
+)
+
+
 def launch_forward(*question: Any, want_lse: bool = True) -> tuple[Tensor, Tensor | None]:
     q = question[0]
     out = _out_like(q, question[2])

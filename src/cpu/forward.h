@@ -74,9 +74,9 @@ struct ForwardItem {
     return query_tile<R>(heads, row_begin, row_end);
   }
 
-  // q's rows, scaled, into s.rows; the rows' states at their start, with their sink or empty.
-  void load_queries(const QueryTile& tile, bool with_sink, R* ref, R* sum) {
-    const int width = tile.vectors * kWidth<R>;
+  // q's rows, scaled, into s.rows, zeros beyond them up to `width`; the rows' states at their
+  // start, with their sink or empty.
+  void load_queries(const QueryTile& tile, int width, bool with_sink, R* ref, R* sum) {
     const double factor = p.variant.scale * (p.variant.scale_only() ? kLog2E : 1.0);
     const std::int64_t step = padded_dim<R>(p.dim);
     set_lanes(p, tile, s.lanes);
@@ -250,7 +250,7 @@ struct ForwardItem {
     for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
       const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
       const int width = q.vectors * kWidth<R>;
-      load_queries(q, with_sink, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
+      load_queries(q, width, with_sink, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
       transpose(s.rows, padded_dim<R>(p.dim), width, p.dim, s.qt + idx * s.qt_size, width);
       R* out = s.out + idx * s.out_size;
       for (std::int64_t x = 0; x < round_up(p.dim_v, kPanel) * width; ++x) out[x] = R(0);
@@ -349,8 +349,8 @@ inline void decode_heads(const ForwardCall& call, const Item& item, bool with_si
   for (std::int64_t n = 0; n < item.kv_heads; ++n) {
     const QueryTile tile = tile_of(n);
     ForwardItem<float> work{call, p, s, tile.heads, seq, nullptr, true};
-    work.load_queries(tile, with_sink, s.ref, s.sum);
-    for (int r = 0; r < kDecodeRows; ++r) {
+    work.load_queries(tile, tile.rows, with_sink, s.ref, s.sum);
+    for (int r = 0; r < kRows; ++r) {
       const bool live = r < rows;
       const std::int64_t row = n * kDecodeRows + r;
       for (std::int64_t d = 0; d < p.dim; ++d) {
@@ -360,7 +360,10 @@ inline void decode_heads(const ForwardCall& call, const Item& item, bool with_si
       to.sum[row] = live ? s.sum[r] : 0.0f;
     }
   }
-  for (std::int64_t x = 0; x < item.kv_heads * kDecodeRows * to.step; ++x) to.out[x] = 0;
+  for (std::int64_t n = 0; n < item.kv_heads; ++n) {
+    float* out = to.out + n * kDecodeRows * to.step;
+    for (std::int64_t x = 0; x < kRows * to.step; ++x) out[x] = 0;
+  }
   const QueryTile any = tile_of(0);
   const TileRange seen = kv_range(p.variant, seq.used, any.query_begin, any.query_end);
   const std::int64_t end = seen.end < item.key_end ? seen.end : item.key_end;

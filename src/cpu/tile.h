@@ -371,11 +371,14 @@ inline QueryTile query_tile(const HeadGroup& heads, std::int64_t row_begin, std:
 template <class R>
 inline void set_lanes(const Problem& p, const QueryTile& tile, LaneFacts<R>& lanes) {
   const Lengths used = p.sequences[static_cast<std::size_t>(tile.heads.b)].used;
+  const std::int64_t first_query = tile.query_begin;
+  const std::int64_t first_head = tile.row_begin - first_query * tile.heads.group;
+  std::int64_t query = first_query, head = first_head;  // counted: a small call waits for divisions
   for (int lane = 0; lane < tile.vectors * kWidth<R>; ++lane) {
-    const bool live = lane < tile.rows;
-    const std::int64_t r = tile.row_begin + (live ? lane : 0);
-    lanes.query[lane] = r / tile.heads.group;
-    lanes.head[lane] = tile.heads.first_head + r % tile.heads.group;
+    if (lane >= tile.rows) query = first_query, head = first_head;  // no row's: that of the first
+    lanes.query[lane] = query;
+    lanes.head[lane] = tile.heads.first_head + head;
+    if (++head == tile.heads.group) head = 0, ++query;
     if (p.variant.has_slopes) {
       lanes.slope[lane] = static_cast<R>(p.slopes.load(tile.heads.b, lanes.head[lane]));
       lanes.position[lane] = static_cast<R>(lanes.query[lane] + used.k - used.q);

@@ -41,6 +41,7 @@ constexpr Case kCases[] = {
     {"bfloat16_forward", false, DType::kBFloat16, onefold::Causal::kNone, 200, 200, 2, 2, 64},
     {"backward", true, DType::kFloat32, onefold::Causal::kNone, 150, 200, 2, 2, 64},
     {"causal_backward", true, DType::kBFloat16, onefold::Causal::kBottomRight, 150, 150, 2, 1, 128},
+    {"one_position", false, DType::kFloat32, onefold::Causal::kBottomRight, 1, 1, 8, 8, 64},
     {"decode", false, DType::kFloat32, onefold::Causal::kNone, 1, 2100, 8, 2, 128},
     {"bfloat16_decode", false, DType::kBFloat16, onefold::Causal::kNone, 1, 2100, 8, 2, 128},
 };

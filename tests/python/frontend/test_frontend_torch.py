@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
 
 import pytest
 
@@ -10,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import torch.autograd.forward_ad as forward_ad  # noqa: E402
 from torch.autograd import gradcheck  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import onefold  # noqa: E402
@@ -314,6 +317,72 @@ def test_a_torch_without_the_exchange_table_gives_the_same_bits(dtype):
         return out
 
     assert torch.equal(call(Attributes), call(lambda x: x))
+
+
+# ---- what a call costs ----
+
+
+def functions_entered(call):
+    """How many functions of Python, and of C from Python, the second of two calls enters."""
+    entered = []
+    call()
+    sys.setprofile(lambda _, event, __: entered.append(event) if "call" in event else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(entered) - 2  # `call`, and the end of the profile
+
+
+@pytest.mark.parametrize(("requires_grad", "most"), [(False, 14), (True, 21)])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_plain_call_enters_few_functions(requires_grad, most, return_lse):
+    q, k, v = make_inputs(torch.float32, requires_grad=requires_grad, dv=4)
+    call = lambda: onefold.attention(q, k, v, causal=True, return_lse=return_lse)  # noqa: E731
+    assert functions_entered(call) <= most
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+LAYOUTS = {
+    "packed": lambda x: x,
+    "heads before rows": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "of a packed qkv": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "one sequence, its stride without meaning": lambda x: x[:1].as_strided(
+        (1, *x.shape[1:]), (7, *x.stride()[1:])
+    ),
+    "one sequence for all": lambda x: x[:1].expand(x.shape),
+    "no rows": lambda x: x[:, :0],
+    "a parameter": lambda x: torch.nn.Parameter(x),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_plain_call_and_one_that_is_watched_give_the_same(layout, requires_grad, dtype):
+    inputs = make_inputs(dtype, requires_grad=False, dv=4)
+    q, k, v = (LAYOUTS[layout](x).detach() for x in inputs)
+    results = []
+    for is_watched in (False, True):
+        ours = [x.clone().requires_grad_(requires_grad) for x in (k, v)]
+        with contextlib.ExitStack() as stack:
+            if is_watched:
+                stack.enter_context(Watching())
+            out, lse = onefold.attention(q, *ours, causal=True, return_lse=True)
+            alone = onefold.attention(q, *ours, causal=True)
+        if requires_grad:
+            (out.sum() + lse.sum() + 2 * alone.sum()).backward()
+        assert out.is_contiguous() and lse.is_contiguous()
+        assert out.requires_grad == lse.requires_grad == alone.requires_grad == requires_grad
+        assert type(out) is torch.Tensor
+        results.append([out, lse, alone] + [x.grad for x in ours if requires_grad])
+    for plain, watched in zip(*results, strict=True):
+        assert plain.dtype == watched.dtype and plain.stride() == watched.stride()
+        assert torch.equal(plain, watched)
 
 
 # ---- autocast ----
