@@ -82,6 +82,11 @@ def _lse_like(q: Tensor) -> Tensor:
     return q.new_empty(shape, dtype=dtype)
 
 
+def _watcher(name: str) -> Any:
+    """A question to torch's own module; one that this torch does not have is answered by yes."""
+    return getattr(torch._C, name, lambda: True)
+
+
 # What `_core.is_plain` and `_core.forward_plain` compare with, call and ask. The last five answer
 # whether somebody watches the call: a transform, a dispatch or function mode, a tracer, autocast.
 PLAIN = (
@@ -95,11 +100,11 @@ PLAIN = (
     torch.get_num_threads,
     getattr(torch._C, "_cuda_getCurrentRawStream", None),  # of a torch with CUDA
     _workspace,
-    torch._C._are_functorch_transforms_active,
-    torch._C._len_torch_dispatch_stack,
-    torch._C._len_torch_function_stack,
-    torch._C._get_tracing_state,
-    torch._C._is_any_autocast_enabled,
+    _watcher("_are_functorch_transforms_active"),
+    _watcher("_len_torch_dispatch_stack"),
+    _watcher("_len_torch_function_stack"),
+    _watcher("_get_tracing_state"),
+    _watcher("_is_any_autocast_enabled"),
 )
 
 

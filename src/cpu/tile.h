@@ -81,8 +81,7 @@ inline void product(const R* a, std::int64_t a_row, std::int64_t a_step, const R
 }
 
 // Loads something of every cache line of a row. A loop of loads alone keeps as many misses in
-// flight as the core can bear; arithmetic between them does not, and prefetches beyond them are
-// dropped.
+// flight as the core can bear; with arithmetic between them fewer fit into its window.
 template <class Byte>
 inline void touch(const Byte* row, std::int64_t bytes) {
   constexpr std::int64_t kLine = 64;
