@@ -13,35 +13,42 @@ import pytest
 
 DRIVER = Path(__file__).with_name("fake_driver.c")
 
-# A backward call on tensors of a device, all at one address, without a framework.
+# A backward call on tensors of a device, at addresses that nobody reads, without a framework.
 CALL = """
-import threading, time
+import itertools, sys, threading, time
 from onefold import _core
 
 class Device:
     type, index = "cuda", 0
 
 class Tensor:
-    device, dtype = Device, "bfloat16"
+    device, dtype, numbers = Device, "bfloat16", itertools.count(1)
     def __init__(self, *shape):
-        self.shape = shape
+        self.shape, self.number = shape, next(self.numbers)
     def stride(self):
         strides = [1]
         for extent in self.shape[:0:-1]:
             strides.insert(0, strides[0] * extent)
         return strides
     def data_ptr(self):
-        return 1 << 40
+        return self.number << 40
 
 class Rows(Tensor):
     dtype = "float32"
 
-x, rows = Tensor(1, 300, 2, 64), Rows(1, 2, 300)
+dout, q, k, v, out, dq, dk, dv = (Tensor(1, 300, 2, 64) for _ in range(8))
+lse = Rows(1, 2, 300)
 rest = [None] * 9 + ["none", None, None, 0.0, 0.0, None, None]
 none = [None] * 3
 
+class Late:
+    # The interpreter, shutting down, waits for this to go.
+    def __del__(self, sleep=time.sleep):
+        sleep(0.7)
+
 def call(allocate):
-    _core.backward(x, None, x, x, x, None, *rest, x, rows, x, x, x, *none, False, 0, allocate)
+    question = [q, k, v, None, *rest]
+    _core.backward(dout, None, *question, out, lse, dq, dk, dv, *none, False, 0, allocate)
 """
 
 
@@ -78,6 +85,7 @@ def test_a_process_may_end_while_a_daemon_thread_is_about_to_ask_for_memory(driv
         threading.Thread(target=work, daemon=True).start()
         begun.wait()
         time.sleep(0.1)
+        sys.late = Late()
         print("done", flush=True)
         """,
         driver,
@@ -93,9 +101,11 @@ def test_a_process_may_end_while_a_daemon_thread_is_inside_the_allocator(driver)
         begun = threading.Event()
         def allocate(like, size):
             begun.set()
-            time.sleep(0.2)
+            time.sleep(0.4)
         threading.Thread(target=call, args=(allocate,), daemon=True).start()
         begun.wait()
+        time.sleep(0.1)
+        sys.late = Late()
         print("done", flush=True)
         """,
         driver,
@@ -108,14 +118,14 @@ def test_the_allocator_is_asked_for_what_the_plan_says_and_its_errors_arrive(dri
     result = run(
         """
         def allocate(like, size):
-            assert like is x
+            assert like is q
             raise MemoryError(f"{size} bytes")
         try:
             call(allocate)
         except MemoryError as error:
             print(error)
         wants = [True] * 3 + [False] * 3
-        question = [x, x, x, None, *rest]
+        question = [q, k, v, None, *rest]
         print(_core.plan(*question, wants, False, 0, allocate)[3], "bytes")
         """,
         driver,
