@@ -43,6 +43,9 @@ struct PortableForward : Worker {
   static constexpr int kBlocks = kSpec.tile_k / 8;
   static constexpr int kOutBlocks = kSpec.dim_v / 8;
   static constexpr int kQSteps = kSpec.q_in_registers ? kSpec.dim / Op::kDepth : 1;
+  // Float32 with many columns: what depends on the thread is found anew where it is used, because
+  // kept through the loop it would cost registers that there are not.
+  static constexpr bool kScarce = kElement == Element::kFloat32 && kSpec.dim_v > 128;
   static constexpr float kExactLog2 = 4096.0f;  // beyond, c * s - c * ref is not exact enough
   static constexpr float kLargest = 3.402823466e38f;
 
@@ -116,6 +119,9 @@ struct PortableForward : Worker {
     QCopy::load(ptx::shared_address(&shared.tiles.q),
                 rows_at(p.q, q_row, at.h, at.n.q - row0, kSpec.tile_q, p.dim), thread);
   }
+  __forceinline__ int thread_now() const {
+    return kScarce ? ptx::opaque(static_cast<int>(threadIdx.x)) : thread;
+  }
   const char *k_from, *v_from;  // where this thread reads in key tile 0
   u32 k_to, v_to;               // where it writes in stage 0
   __forceinline__ void find_key_rows() {
@@ -126,13 +132,21 @@ struct PortableForward : Worker {
   }
   __forceinline__ void copy_k(int tile, int stage) const {
     const int j0 = tile * kSpec.tile_k;
-    KCopy::load(k_to + stage * KTile::kBytes, k_from + j0 * p.k.row * size_bytes(kElement),
-                {nullptr, p.k.row, p.k.dim, fact(&Facts::num_k) - j0, p.dim}, thread);
+    u32 to = k_to;
+    if constexpr (kScarce) {
+      to = KCopy::target(ptx::shared_address(&shared.tiles.k), thread_now());
+    }
+    KCopy::load(to + stage * KTile::kBytes, k_from + j0 * p.k.row * size_bytes(kElement),
+                {nullptr, p.k.row, p.k.dim, fact(&Facts::num_k) - j0, p.dim}, thread_now());
   }
   __forceinline__ void copy_v(int tile, int stage) const {
     const int j0 = tile * kSpec.tile_k;
-    VCopy::load(v_to + stage * VTile::kBytes, v_from + j0 * p.v.row * size_bytes(kElement),
-                {nullptr, p.v.row, p.v.dim, fact(&Facts::num_k) - j0, p.dim_v}, thread);
+    u32 to = v_to;
+    if constexpr (kScarce) {
+      to = VCopy::target(ptx::shared_address(&shared.tiles.v), thread_now());
+    }
+    VCopy::load(to + stage * VTile::kBytes, v_from + j0 * p.v.row * size_bytes(kElement),
+                {nullptr, p.v.row, p.v.dim, fact(&Facts::num_k) - j0, p.dim_v}, thread_now());
   }
 
   // A negative scale turns q around, scale 0 makes it 0 (and keeps its NaN).
@@ -211,7 +225,12 @@ struct PortableForward : Worker {
     if constexpr (kSpec.q_in_registers) {
       tile::multiply_rows<Op, KTile>(s, q, k_at);
     } else {
-      tile::multiply_rows<Op, QTile, KTile>(s, q_at, k_at);
+      u32 at_q = q_at;
+      if constexpr (kScarce) {
+        at_q = tile::a_address<QTile>(ptx::shared_address(&shared.tiles.q),
+                                      thread_now() / 32 * kWarpRows);
+      }
+      tile::multiply_rows<Op, QTile, KTile>(s, at_q, k_at);
     }
     const Positions positions{fact(&Facts::row0) + warp * kWarpRows, i64{tile} * kSpec.tile_k,
                               lengths()};

@@ -107,7 +107,7 @@ constexpr BackwardRow kBackwardMany16[] = {
 constexpr BackwardRow kBackwardAny32[] = {
     {64, {32, 64, 32, 8, true, 1, 1}},  {128, {32, 64, 32, 8, true, 1, 1}},
     {128, {16, 32, 16, 4, true, 1, 1}}, {256, {16, 64, 16, 8, true, 1, 1}},
-    {256, {16, 16, 16, 2, true, 1, 1}},
+    {256, {16, 32, 16, 4, true, 1, 1}}, {256, {16, 16, 16, 2, true, 1, 1}},
 };
 
 void set(BackwardSpec& spec, const BackwardTiles& tiles) {

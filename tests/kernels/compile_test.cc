@@ -2,8 +2,8 @@
 // memory, no remark of the compiler, and at least the tensor-core instructions that the tiles need.
 //
 // Compiled kernels are kept in the cache that ONEFOLD_CACHE_DIR names, by digest of their text, so
-// that a second run compiles nothing. Tests whose name begins with all_of_ take tens of minutes the
-// first time; ctest leaves them out, this program alone runs them.
+// that a second run compiles nothing. The tests called all_of_... take half an hour the first time:
+// ctest leaves them out, and this program by itself, without arguments, runs them.
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -124,17 +124,22 @@ struct Work {
       programs.emplace_back(std::move(program), needed(spec));
     }
   }
-  void add(const Planned& plan) {
+  // The kernels that options are compiled into.
+  void add_main(const Planned& plan) {
+    const kernels::BackwardPlan& b = plan.backward;
     add(plan.forward.spec);
-    for (const kernels::BackwardPlan* b : {&plan.backward, &plan.ordered}) {
-      add(b->spec);
-      add(kernels::BackwardRowsSpec{b->spec});
-      add(kernels::BackwardDqSpec{b->spec});
-      if (b->bias) add(b->bias_spec);
-      if (b->bias) add(kernels::GradientSumsSpec{b->spec.arch, b->spec.features.bias});
-      if (b->slopes || b->sinks) add(b->rows_spec);
-      if (b->slopes || b->sinks) add(kernels::HeadSumsSpec{b->spec.arch});
-    }
+    add(b.spec);
+    if (b.bias) add(b.bias_spec);
+    if (b.slopes || b.sinks) add(b.rows_spec);
+  }
+  void add(const Planned& plan) {
+    add_main(plan);
+    const kernels::BackwardPlan& b = plan.backward;
+    add(plan.ordered.spec);
+    add(kernels::BackwardRowsSpec{b.spec});
+    add(kernels::BackwardDqSpec{b.spec});
+    if (b.bias) add(kernels::GradientSumsSpec{b.spec.arch, b.spec.features.bias});
+    if (b.slopes || b.sinks) add(kernels::HeadSumsSpec{b.spec.arch});
     for (const Element e : {Element::kFloat32, Element::kBFloat16, Element::kFloat64}) {
       add(kernels::MergeStatesSpec{plan.forward.spec.arch, e, e});
     }
@@ -196,12 +201,49 @@ void compile_all(const Work& work) {
   munmap(shared, size);
 }
 
-class Compile : public testing::TestWithParam<CudaKind> {
+struct Numbered : CudaKind {
+  unsigned number = 0;
+};
+std::vector<Numbered> numbered() {
+  std::vector<Numbered> all;
+  for (const CudaKind& kind : kCudaKinds) all.push_back({kind, static_cast<unsigned>(all.size())});
+  return all;
+}
+
+// One with and one without vector additions to memory.
+bool has_pairs(const CudaKind& kind) { return kind.facts.arch == 800 || kind.facts.arch == 900; }
+constexpr const char* kPairsOn = "compute capabilities 8.0 and 9.0 stand for all";
+
+class Compile : public testing::TestWithParam<Numbered> {
  protected:
   void SetUp() override { need_compiler(); }
 };
 
-TEST_P(Compile, every_row_of_the_tables_plain_and_with_all_options_needs_no_local_memory) {
+// Plain and with all options in turn: every row of the tables in every format is compiled plain for
+// half of the architectures, and with all options for the other half.
+TEST_P(Compile, rows_of_the_tables_need_no_local_memory) {
+  Work work;
+  unsigned n = GetParam().number;
+  for (const DType dtype : kFormats) {
+    for (const std::int64_t dim : kDims) {
+      work.add(plan_of(dtype, dim, n++ % 2 == 0 ? 0u : unsigned{kAllOptions}, GetParam()));
+    }
+  }
+  compile_all(work);
+}
+
+// Two architectures share the sets of options, and format and head dim go around.
+TEST_P(Compile, one_and_two_options_need_no_local_memory) {
+  if (!has_pairs(GetParam())) GTEST_SKIP() << kPairsOn;
+  Work work;
+  const std::vector<unsigned> sets = ones_and_twos();
+  for (std::size_t n = GetParam().facts.arch == 800 ? 0 : 1; n < sets.size(); n += 2) {
+    work.add_main(plan_of(kFormats[n % 3], kDims[n / 3 % 3], sets[n], GetParam()));
+  }
+  compile_all(work);
+}
+
+TEST_P(Compile, all_of_the_rows_of_the_tables_need_no_local_memory) {
   Work work;
   for (const DType dtype : kFormats) {
     for (const std::int64_t dim : kDims) {
@@ -213,31 +255,20 @@ TEST_P(Compile, every_row_of_the_tables_plain_and_with_all_options_needs_no_loca
   compile_all(work);
 }
 
-// Two architectures stand for all, and format and head dim go around: each option meets each of
-// them, alone or with another.
-TEST_P(Compile, one_and_two_options_need_no_local_memory) {
-  const int arch = GetParam().facts.arch;
-  if (arch != 800 && arch != 900) GTEST_SKIP() << "compute capabilities 8.0 and 9.0 stand for all";
-  Work work;
-  int n = arch == 800 ? 0 : 4;
-  for (const unsigned options : ones_and_twos()) {
-    work.add(plan_of(kFormats[n % 3], kDims[n / 3 % 3], options, GetParam()));
-    n += 1;
-  }
-  compile_all(work);
-}
-
 TEST_P(Compile, all_of_one_and_two_options_need_no_local_memory) {
+  if (!has_pairs(GetParam())) GTEST_SKIP() << kPairsOn;
   Work work;
   for (const unsigned options : ones_and_twos()) {
     for (const DType dtype : kFormats) {
-      for (const std::int64_t dim : kDims) work.add(plan_of(dtype, dim, options, GetParam()));
+      for (const std::int64_t dim : kDims) {
+        work.add_main(plan_of(dtype, dim, options, GetParam()));
+      }
     }
   }
   compile_all(work);
 }
 
-INSTANTIATE_TEST_SUITE_P(For, Compile, testing::ValuesIn(kCudaKinds),
+INSTANTIATE_TEST_SUITE_P(For, Compile, testing::ValuesIn(numbered()),
                          [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
