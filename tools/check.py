@@ -175,8 +175,8 @@ def check_gil(path: str, text: str):
     if path == "python/binding/gil.h":
         return
     for number, line in enumerate(blank_comments(text).splitlines(), 1):
-        if "gil_scoped_release" in line:
-            yield number, "gil_scoped_release: the lock is let go by WithoutGil of gil.h alone"
+        if "gil_scoped_" in line:
+            yield number, "gil_scoped_...: the lock is let go and taken by gil.h alone"
 
 
 def check_tool_versions():

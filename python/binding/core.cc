@@ -147,27 +147,37 @@ void check_count(const nb::args& args, std::size_t more, const char* function) {
       concat(function, " takes ", want, " positional arguments, not ", args.size()).c_str());
 }
 
-// Memory of the framework that owns `like`, whose pool gives it and takes it back in the order of
-// the current stream. The GIL is not held where C++ asks for it and lets go of it.
-std::shared_ptr<void> framework_memory(nb::handle allocate, nb::handle like, std::size_t bytes) {
-  const nb::gil_scoped_acquire acquire;
-  auto* owner = new nb::object(allocate(like, bytes));
-  const std::shared_ptr<nb::object> kept(owner, [](nb::object* object) {
-    const nb::gil_scoped_acquire again;
-    delete object;
-  });
-  return {kept, reinterpret_cast<void*>(nb::cast<std::uintptr_t>(owner->attr("data_ptr")()))};
-}
-
-// What a call runs on, alive until it has returned.
+// What a call runs on, alive until it has returned, and destroyed with the GIL held.
 struct Place {
   Context context;
-  std::shared_ptr<Executor> threads;  // of context.executor
+  std::shared_ptr<Executor> threads;   // of context.executor
+  std::shared_ptr<nb::object> memory;  // what the allocator of context gave
 };
 
+// Memory of the framework that owns `like`, whose pool gives it and takes it back, with `owner`, in
+// the order of the current stream. The GIL is not held where C++ asks for it.
+std::shared_ptr<void> framework_memory(nb::handle allocate, nb::handle like, std::size_t bytes,
+                                       const std::shared_ptr<nb::object>& owner) {
+  const WithGil gil;
+  PyObject* given = nullptr;
+  void* address = nullptr;
+  run_python([&] {
+    given = PyObject_CallFunction(allocate.ptr(), "On", like.ptr(), static_cast<Py_ssize_t>(bytes));
+    PyObject* const number =
+        given == nullptr ? nullptr : PyObject_CallMethod(given, "data_ptr", nullptr);
+    if (number == nullptr) return;
+    address = PyLong_AsVoidPtr(number);
+    Py_DECREF(number);
+  });
+  *owner = nb::steal(given);
+  if (PyErr_Occurred() != nullptr) throw nb::python_error();
+  return {owner, address};
+}
+
 // Where a call on `tensor` runs. `where` is, on the CPU, how many threads the host has set for
-// itself; else the stream (an int), and `allocate` is called with `like` and a number of bytes.
-// None where there is nothing to say, null for the allocator of a call that asks for no memory.
+// itself; else the stream (an int), and `allocate` is called with `like` and a number of bytes,
+// once a call. None where there is nothing to say, null for the allocator of a call that asks for
+// no memory.
 Place place_of(nb::handle where, nb::handle allocate, const Tensor& tensor, nb::handle like) {
   Place place;
   place.context.device = tensor.device;
@@ -179,8 +189,9 @@ Place place_of(nb::handle where, nb::handle allocate, const Tensor& tensor, nb::
   }
   place.context.stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(where));
   if (!allocate.is_valid()) return place;
-  place.context.allocate = [allocate, like](std::size_t bytes) {
-    return framework_memory(allocate, like, bytes);
+  place.memory = std::make_shared<nb::object>();
+  place.context.allocate = [allocate, like, owner = place.memory](std::size_t bytes) {
+    return framework_memory(allocate, like, bytes, owner);
   };
   return place;
 }

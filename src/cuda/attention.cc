@@ -29,7 +29,7 @@ void run_forward(const Problem& p, const ForwardPlan& plan, const ForwardTensors
   args.keep_threshold = keep_threshold_of(p);
   args.longest_first = plan.longest_first;
   classify_mask(p, plan.mask, plan.spec.arch, args.problem, to, static_cast<u32*>(workspace));
-  run(plan.spec, p.device, plan.blocks, plan.spec.threads(), plan.spec.shared_bytes(), to, args);
+  run(plan.spec, p.device, plan.blocks, to, args);
 }
 
 namespace {
@@ -61,8 +61,7 @@ struct Backward {
     args.dq = at<float>(plan.dq_at);
     args.turns = spec.ordered ? at<u32>(plan.turns_at) : nullptr;
     args.ticket = spec.ordered ? at<u32>(plan.ticket_at) : nullptr;
-    run(kernels::BackwardRowsSpec{spec}, p.device, plan.row_tiles, kernels::kBackwardRowsThreads, 0,
-        to, args);
+    run(kernels::BackwardRowsSpec{spec}, p.device, plan.row_tiles, to, args);
   }
 
   void run_main() {
@@ -80,7 +79,7 @@ struct Backward {
     args.scale = scale();
     args.keep_scale = keep_scale_of(p);
     args.keep_threshold = keep_threshold_of(p);
-    run(spec, p.device, plan.blocks, spec.threads(), spec.shared_bytes(), to, args);
+    run(spec, p.device, plan.blocks, to, args);
   }
 
   void finish_dq() {
@@ -89,9 +88,7 @@ struct Backward {
     args.dq_rows = view(t.dq);
     args.dq = at<float>(plan.dq_at);
     args.scale = scale();
-    const int tile = tile::shared_tile_bytes(plan.spec.tile_q, plan.spec.row_bytes());
-    run(kernels::BackwardDqSpec{plan.spec}, p.device, plan.row_tiles, kernels::kBackwardDqThreads,
-        tile, to, args);
+    run(kernels::BackwardDqSpec{plan.spec}, p.device, plan.row_tiles, to, args);
   }
 
   ScoreGradientsArguments score_gradients() const {
@@ -119,17 +116,16 @@ struct Backward {
     args.splits = plan.bias_splits;
     args.partial = at<float>(plan.bias_at);
     const kernels::ScoreGradientsSpec& spec = plan.bias_spec;
-    run(spec, p.device, plan.bias_items * plan.bias_splits, spec.threads(), spec.shared_bytes(), to,
-        args);
+    run(spec, p.device, plan.bias_items * plan.bias_splits, to, args);
     if (plan.bias_splits == 1) return;
     GradientSumsArguments sums;
     sums.from = args.partial;
     sums.parts = plan.bias_splits;
     sums.to = args.dbias;
     for (int axis = 0; axis < 4; ++axis) sums.extent[axis] = args.extent[axis];
-    constexpr int kThreads = kernels::kGradientSumsThreads;
-    run(kernels::GradientSumsSpec{spec.arch, spec.features.bias}, p.device,
-        (plan.bias_entries + kThreads - 1) / kThreads, kThreads, 0, to, sums);
+    const kernels::GradientSumsSpec of_sums{spec.arch, spec.features.bias};
+    run(of_sums, p.device, (plan.bias_entries + of_sums.threads() - 1) / of_sums.threads(), to,
+        sums);
   }
 
   void run_slopes_and_sinks() {
@@ -138,7 +134,7 @@ struct Backward {
     if (plan.slopes) args.slopes = at<float>(plan.slopes_at);
     if (plan.sinks) args.sinks = at<float>(plan.sinks_at);
     const kernels::ScoreGradientsSpec& spec = plan.rows_spec;
-    run(spec, p.device, plan.rows_tiles, spec.threads(), spec.shared_bytes(), to, args);
+    run(spec, p.device, plan.rows_tiles, to, args);
     const auto sum = [&](const float* from, const Numbers& gradient) {
       HeadSumsArguments sums;
       sums.problem = args.problem;
@@ -147,7 +143,7 @@ struct Backward {
       sums.per_sequence = gradient.batch != 0;
       sums.to = view(gradient);
       run(kernels::HeadSumsSpec{spec.arch}, p.device, p.heads_q * (sums.per_sequence ? p.batch : 1),
-          32, 0, to, sums);
+          to, sums);
     };
     if (plan.slopes) sum(args.slopes, t.dslopes);
     if (plan.sinks) sum(args.sinks, t.dsinks);
@@ -185,7 +181,7 @@ void merge_states(const Tensor& outs, const Tensor& lses, const Tensor& out, con
   args.rows = outs.shape[1];
   args.dim = outs.shape[2];
   constexpr int kWarps = kernels::kMergeStatesWarps;
-  run(spec, outs.device, (args.rows + kWarps - 1) / kWarps, 32 * kWarps, 0, Launches(stream), args);
+  run(spec, outs.device, (args.rows + kWarps - 1) / kWarps, Launches(stream), args);
 }
 
 }  // namespace onefold::cuda

@@ -91,8 +91,7 @@ void classify_mask(const Problem& p, const kernels::MaskTiles& tiles, int arch, 
   v.mask_classes.batch = g.extent[0] == 1 ? 0 : per_head * g.extent[1];
   v.mask_classes.one_key = g.extent[3] == 1;
   // Without keys there are no blocks, and no tile to look up.
-  run(kernels::MaskClassesSpec{arch}, p.device, tiles.blocks, kernels::kMaskClassesThreads, 0, to,
-      args);
+  run(kernels::MaskClassesSpec{arch}, p.device, tiles.blocks, to, args);
 }
 
 }  // namespace onefold::cuda

@@ -62,8 +62,8 @@ const Kernel& kernel_of(const Spec& spec, int device, void* stream) {
 
 // One launch of the kernel of `spec`, or its program.
 template <class Spec, class Arguments>
-void run(const Spec& spec, const Device& device, std::int64_t blocks, int threads, int shared_bytes,
-         const Launches& to, const Arguments& arguments) {
+void run(const Spec& spec, const Device& device, std::int64_t blocks, const Launches& to,
+         const Arguments& arguments) {
   if (blocks == 0) return;
   if (to.programs != nullptr) {
     to.programs->push_back(program(spec));
@@ -71,8 +71,8 @@ void run(const Spec& spec, const Device& device, std::int64_t blocks, int thread
   }
   LaunchShape shape;
   shape.grid.x = static_cast<unsigned>(blocks);
-  shape.block.x = static_cast<unsigned>(threads);
-  shape.shared_bytes = static_cast<std::size_t>(shared_bytes);
+  shape.block.x = static_cast<unsigned>(spec.threads());
+  shape.shared_bytes = static_cast<std::size_t>(spec.shared_bytes());
   launch(kernel_of(spec, device.index, to.stream), shape, to.stream, arguments);
 }
 

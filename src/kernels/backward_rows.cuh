@@ -3,8 +3,9 @@
 // One block, one tile of query rows of one head. Includes weights.cuh, tile.
 #pragma once
 
+#include "kernels/block/dq_sums.cuh"
+#include "kernels/block/weights.cuh"
 #include "kernels/tile/poison.cuh"
-#include "kernels/weights.cuh"
 
 namespace onefold::kernels {
 
@@ -152,7 +153,7 @@ struct BackwardRows {
   }
 };
 
-// The sums of dQ, which lie as the accumulators of portable_backward do, become rows.
+// The sums of dQ become rows.
 template <BackwardSpec kSpec>
 struct BackwardDq {
   static constexpr Element kElement = kSpec.element;
@@ -177,12 +178,7 @@ struct BackwardDq {
       const int column =
           warp / kSpec.warps_q() * kSpec.dq_columns() + 8 * (idx % kBlocksPerRow) + 2 * (lane % 4);
       float x[4];
-      if constexpr (kSpec.arch >= 900) {
-        const float4 four = *reinterpret_cast<const float4*>(sums + idx * 128 + 4 * lane);
-        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
-      } else {
-        for (int number = 0; number < 4; ++number) x[number] = sums[idx * 128 + 32 * number + lane];
-      }
+      DqSums<kSpec>::load(sums + idx * 128, x, lane);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool there = row + 8 * half < used;

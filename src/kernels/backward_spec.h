@@ -100,16 +100,22 @@ struct BackwardSpec {
 };
 
 // The same spec names three programs.
+inline constexpr int kBackwardRowsThreads = 128;
+inline constexpr int kBackwardDqThreads = 128;
 struct BackwardRowsSpec {
   BackwardSpec backward;
   constexpr bool operator==(const BackwardRowsSpec&) const = default;
+  constexpr int threads() const { return kBackwardRowsThreads; }
+  constexpr int shared_bytes() const { return 0; }
 };
 struct BackwardDqSpec {
   BackwardSpec backward;
   constexpr bool operator==(const BackwardDqSpec&) const = default;
+  constexpr int threads() const { return kBackwardDqThreads; }
+  constexpr int shared_bytes() const {
+    return tile::shared_tile_bytes(backward.tile_q, backward.row_bytes());
+  }
 };
-inline constexpr int kBackwardRowsThreads = 128;
-inline constexpr int kBackwardDqThreads = 128;
 
 // Flags of a tile of rows.
 inline constexpr u32 kRowsNotFinite = 1;  // lse or delta of some row
@@ -203,12 +209,14 @@ struct ScoreGradientsArguments {
 };
 
 // Sums partial gradients in the order of their index, into strided entries.
+inline constexpr int kGradientSumsThreads = 128;
 struct GradientSumsSpec {
   int arch = 800;
   Element element = Element::kFloat32;  // of the result
   constexpr bool operator==(const GradientSumsSpec&) const = default;
+  constexpr int threads() const { return kGradientSumsThreads; }
+  constexpr int shared_bytes() const { return 0; }
 };
-inline constexpr int kGradientSumsThreads = 128;
 struct GradientSumsArguments {
   // Entries are (b, h, i, j) of extent; entry e of part n is from[n * entries + e].
   const float* from = nullptr;
@@ -221,6 +229,8 @@ struct GradientSumsArguments {
 struct HeadSumsSpec {
   int arch = 800;
   constexpr bool operator==(const HeadSumsSpec&) const = default;
+  constexpr int threads() const { return 32; }
+  constexpr int shared_bytes() const { return 0; }
 };
 struct HeadSumsArguments {
   ProblemView problem;

@@ -7,9 +7,12 @@
 
 namespace onefold::kernels {
 
+inline constexpr int kMaskClassesThreads = 128;
 struct MaskClassesSpec {
   int arch = 800;
   constexpr bool operator==(const MaskClassesSpec&) const = default;
+  constexpr int threads() const { return kMaskClassesThreads; }
+  constexpr int shared_bytes() const { return 0; }
 };
 
 // The tiles of a mask that are classified: per head of the mask, per query tile.
@@ -18,7 +21,6 @@ struct MaskTiles {
   i64 query_tiles = 0, words = 0, blocks = 0;
 };
 
-inline constexpr int kMaskClassesThreads = 128;
 inline constexpr int kClassesPerWord = 16;
 
 // One block per word: sixteen key tiles of one query tile of one (batch, head) of the mask itself.

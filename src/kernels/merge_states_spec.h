@@ -7,16 +7,17 @@
 
 namespace onefold::kernels {
 
+inline constexpr int kMergeStatesWarps = 4;  // one row each
 struct MergeStatesSpec {
   int arch = 800;
   Element outs = Element::kFloat32, out = Element::kFloat32;
   Element lses = Element::kFloat32, lse = Element::kFloat32;  // float32 or float64
 
   constexpr bool operator==(const MergeStatesSpec&) const = default;
+  constexpr int threads() const { return 32 * kMergeStatesWarps; }
+  constexpr int shared_bytes() const { return 0; }
   constexpr bool wide() const { return outs == Element::kFloat64 || out == Element::kFloat64; }
 };
-
-inline constexpr int kMergeStatesWarps = 4;  // one row each
 
 // (part, row, d), (part, row), (row, d), (row); strides in elements.
 struct MergeStatesArguments {

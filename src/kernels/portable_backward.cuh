@@ -23,16 +23,17 @@
 // right border for none where it begins.
 #pragma once
 
-#include "kernels/backward_spec.h"
+#include "kernels/block/dq_sums.cuh"
+#include "kernels/block/hand_over.cuh"
+#include "kernels/block/weights.cuh"
+#include "kernels/block/worker.cuh"
 #include "kernels/tile/poison.cuh"
-#include "kernels/tile/reduce.cuh"
 #include "kernels/tile/transposed.cuh"
-#include "kernels/weights.cuh"
 
 namespace onefold::kernels {
 
 template <BackwardSpec kSpec>
-struct PortableBackward {
+struct PortableBackward : Worker {
   // ---- facts ----
   static_assert(kSpec.invalid() == nullptr);
   static constexpr Element kElement = kSpec.element;
@@ -44,8 +45,8 @@ struct PortableBackward {
   static constexpr int kRowTiles = kWarpKeys / 16;
   static constexpr int kBlocks = kSpec.step_q / 8;
   static constexpr int kSteps = kTileQ / kSpec.step_q;
-  static constexpr int kDqRowTiles = kSpec.dq_rows() / 16, kDqBlocks = kSpec.dq_columns() / 8;
   using W = Weights<kElement, kFeatures>;
+  using Sums = DqSums<kSpec>;
 
   // ---- storage ----
   using QTile = tile::SharedTile<kTileQ, kSpec.row_bytes()>;
@@ -93,32 +94,19 @@ struct PortableBackward {
   const BackwardArguments& args;
   const ProblemView& p;
   Shared& shared;
-  int thread, warp, lane;
   u64 seed;
 
   __forceinline__ PortableBackward(const BackwardArguments& arguments, unsigned char* memory)
-      : args(arguments),
-        p(arguments.problem),
-        shared(*reinterpret_cast<Shared*>(memory)),
-        thread(static_cast<int>(threadIdx.x)),
-        warp(__shfl_sync(tile::kAllLanes, thread / 32, 0)),
-        lane(thread % 32) {}
+      : args(arguments), p(arguments.problem), shared(*reinterpret_cast<Shared*>(memory)) {}
 
   // ---- where ----
   __forceinline__ int fact(int Facts::*which) const {
     return static_cast<int>(ptx::ld_shared_32(ptx::shared_address(&(shared.facts.*which))));
   }
-  __forceinline__ u32 draw_ticket() {
-    if (thread == 0) shared.poison[0] = atomicAdd(args.ticket, 1u);
-    __syncthreads();
-    const u32 ticket = shared.poison[0];
-    __syncthreads();
-    return ticket;
-  }
   // Which tile of keys this block owns. False when it has no rows.
   __forceinline__ bool locate() {
     u32 item = ptx::block_idx();
-    if constexpr (kSpec.ordered) item = draw_ticket();
+    if constexpr (kSpec.ordered) item = draw(args.ticket, shared.poison[0]);
     const u32 num_tiles = static_cast<u32>(args.key_tiles);
     const u32 bh = item / num_tiles, num_heads = static_cast<u32>(p.heads_k);
     TileAt where{bh / num_heads, item % num_tiles};
@@ -171,13 +159,10 @@ struct PortableBackward {
   struct Step {
     int head, tile;
   };
-  __forceinline__ u32 mask_class(Step step) const {
-    const MaskClassesView& m = p.mask_classes;
-    const int key = m.one_key ? 0 : fact(&Facts::key_tile);
-    const i64 where = fact(&Facts::b) * m.batch +
-                      (fact(&Facts::kv_head) * p.group + step.head) * m.head +
-                      step.tile * m.query_tile;
-    return m.words[where + key / 16] >> 2 * (key % 16) & 3u;
+  __forceinline__ u32 class_of(Step step) const {
+    return mask_class(p.mask_classes, fact(&Facts::b),
+                      fact(&Facts::kv_head) * p.group + step.head, step.tile,
+                      fact(&Facts::key_tile));
   }
   __forceinline__ bool present(Step step) const { return step.head < p.group; }
   // The step itself, or the first after it that has something to do. Turns must not be skipped.
@@ -187,7 +172,7 @@ struct PortableBackward {
     while (true) {
       if (step.tile >= end) step = {step.head + 1, begin};
       if (!present(step)) return step;
-      if (!kFeatures.mask || kSpec.ordered || mask_class(step) != 0) return step;
+      if (!kFeatures.mask || kSpec.ordered || class_of(step) != 0) return step;
       ++step.tile;
     }
   }
@@ -314,7 +299,7 @@ struct PortableBackward {
       }
     }
     if constexpr (kFeatures.mask) {
-      if (mask_class(step) != 2) {
+      if (class_of(step) != 2) {
         positions.for_each(p.readable, [&](int m, int block, int idx, i64 i, i64 j, float) {
           if (scores.masked(i, j)) s[m][block][idx] = 0.0f;
         });
@@ -340,58 +325,8 @@ struct PortableBackward {
     }
   }
 
-  // Weights from the first warp of a pair to the second: each lane its own numbers, 16 bytes at a
-  // time, in float16 or float32.
-  static constexpr int kChunkBlocks = kElement == Element::kFloat32 ? 1 : 2;
-  __forceinline__ u32 exchange_at(int m, int block) const {
-    return ptx::shared_address(shared.exchange) +
-           16 * (((pair * kRowTiles + m) * kBlocks + block) / kChunkBlocks * 32 + lane);
-  }
-  __forceinline__ void hand_over(const Accumulators& x) {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int block = 0; block < kBlocks; block += kChunkBlocks) {
-        uint4 words;
-        if constexpr (kElement == Element::kFloat32) {
-          words = make_uint4(__float_as_uint(x[m][block][0]), __float_as_uint(x[m][block][1]),
-                             __float_as_uint(x[m][block][2]), __float_as_uint(x[m][block][3]));
-        } else {
-          words = make_uint4(ptx::cvt_f16x2(x[m][block][0], x[m][block][1]),
-                             ptx::cvt_f16x2(x[m][block][2], x[m][block][3]),
-                             ptx::cvt_f16x2(x[m][block + 1][0], x[m][block + 1][1]),
-                             ptx::cvt_f16x2(x[m][block + 1][2], x[m][block + 1][3]));
-        }
-        ptx::st_shared_128(exchange_at(m, block), words);
-      }
-    }
-    ptx::bar_arrive(1 + pair, 64);
-  }
-  // body(m, block, weights of that block)
-  template <class Body>
-  __forceinline__ void for_each_handed(Body&& body) const {
-#pragma unroll
-    for (int block = 0; block < kBlocks; block += kChunkBlocks) {
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        const uint4 words = ptx::ld_shared_128(exchange_at(m, block));
-        const u32 word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (int chunk = 0; chunk < kChunkBlocks; ++chunk) {
-          float x[4];
-#pragma unroll
-          for (int idx = 0; idx < 4; ++idx) {
-            if constexpr (kElement == Element::kFloat32) {
-              x[idx] = __uint_as_float(word[idx]);
-            } else {
-              x[idx] =
-                  tile::unpack_16<Element::kFloat16>(word[2 * chunk + idx / 2] >> 16 * (idx % 2));
-            }
-          }
-          body(m, block + chunk, x);
-        }
-      }
-    }
+  __forceinline__ HandOver<kElement, kRowTiles, kBlocks> exchange() const {
+    return {ptx::shared_address(shared.exchange), pair, lane};
   }
 
   // One block of dP becomes dS.
@@ -409,7 +344,7 @@ struct PortableBackward {
   __forceinline__ void differentiate_all(Accumulators& dp, const Accumulators& own, int stage,
                                          int column) const {
     if constexpr (kPaired) {
-      for_each_handed([&](int m, int block, const float(&weights)[4]) {
+      exchange().for_each([&](int m, int block, const float(&weights)[4]) {
         const float2 delta = row_numbers(1, stage, column + 8 * block);
         differentiate<kSelect>(dp[m][block], weights, delta);
       });
@@ -424,22 +359,6 @@ struct PortableBackward {
       }
     }
   }
-  __forceinline__ void store_ds(const Accumulators& ds, int stage, int column) {
-    const u32 base = ptx::shared_address(&shared.ds[stage]);
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int key = pair * kWarpKeys + 16 * m + 8 * half + lane / 4;
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-          DsTile::store(base, key, column + 8 * block + 2 * (lane % 4), ds[m][block][2 * half],
-                        ds[m][block][2 * half + 1]);
-        }
-      }
-    }
-  }
-
   // kValues: this warp computes P and dV; kKeys: dP, dS and dK.
   template <bool kValues, bool kKeys, class Dv, class Dk>
   __forceinline__ void attend(Step step, int stage, Dv& dv, Dk& dk) {
@@ -464,7 +383,7 @@ struct PortableBackward {
         tile::clear(s);
         tile::multiply_rows<Op, KTile, QTile>(s, k_at, tile::b_address<QTile>(q_at));
         weigh(s, slope, step, stage, column, border);
-        if constexpr (!kKeys) hand_over(kFeatures.softcap ? slope : s);
+        if constexpr (!kKeys) exchange().give(kFeatures.softcap ? slope : s);
       }
       if constexpr (kKeys) {
         tile::clear(dp);
@@ -475,13 +394,16 @@ struct PortableBackward {
             if ((idx % 2 ? use.y : use.x) == 0.0f) x = 0.0f;
           });
         }
-        if constexpr (!kValues) ptx::bar_sync(1 + pair, 64);
+        if constexpr (!kValues) exchange().wait();
         if (select) {
           differentiate_all<true, !kValues>(dp, kFeatures.softcap ? slope : s, stage, column);
         } else {
           differentiate_all<false, !kValues>(dp, kFeatures.softcap ? slope : s, stage, column);
         }
-        if constexpr (kSpec.dq) store_ds(dp, stage, column);
+        if constexpr (kSpec.dq) {
+          tile::store_transposed<DsTile>(ptx::shared_address(&shared.ds[stage]), dp,
+                                         pair * kWarpKeys, column);
+        }
       }
       if constexpr (kValues) {
         tile::multiply_weights<Op, DoutTile>(dv, s, tile::b_trans_address<Op, DoutTile>(dout_at),
@@ -506,12 +428,10 @@ struct PortableBackward {
   }
 
   // ---- dQ ----
-  // Adds dS K of a tile to its sums, which lie as the accumulators do: warp by warp, block by
-  // block, in a block four neighbours a lane, or where there is no vector addition 32 neighbours a
-  // number.
+  // Adds dS K of a tile to its sums.
   __forceinline__ void add_dq(Step step, int stage) {
-    if (kSpec.dq && warp < kSpec.warps_q() * kSpec.warps_d()) {
-      float dq[kDqRowTiles][kDqBlocks][4];
+    if (kSpec.dq && warp < Sums::kWarps) {
+      typename Sums::Accumulators dq;
       tile::clear(dq);
       const int along_q = warp % kSpec.warps_q(), along_d = warp / kSpec.warps_q();
       tile::multiply_transposed<DsTile, KTile, kTileK>(
@@ -520,23 +440,7 @@ struct PortableBackward {
               along_d * kSpec.dq_columns() * Op::kBytes);
       const i64 number = rows_number(step);
       if constexpr (kSpec.ordered) await_turn(step, args.turns + number);
-      float* to =
-          args.dq + number * kSpec.dq_numbers() + warp * (kSpec.dq_rows() * kSpec.dq_columns());
-#pragma unroll
-      for (int m = 0; m < kDqRowTiles; ++m) {
-#pragma unroll
-        for (int block = 0; block < kDqBlocks; ++block) {
-          float* at = to + (m * kDqBlocks + block) * 128;
-          if constexpr (kSpec.arch >= 900) {
-            ptx::red_add_f32x4(at + 4 * lane, dq[m][block]);
-          } else {
-#pragma unroll
-            for (int idx = 0; idx < 4; ++idx) {
-              ptx::red_add_f32(at + 32 * idx + lane, dq[m][block][idx]);
-            }
-          }
-        }
-      }
+      Sums::add(args.dq + number * kSpec.dq_numbers() + warp * Sums::kWarpNumbers, dq, lane);
       if constexpr (kSpec.ordered) {
         __threadfence();
         if (thread == 0) shared.facts.added = static_cast<int>(number);
@@ -548,12 +452,8 @@ struct PortableBackward {
   __forceinline__ void await_turn(Step step, const u32* turn) const {
     const int num_q = fact(&Facts::num_q);
     const int i0 = step.tile * kTileQ, i1 = i0 + kTileQ < num_q ? i0 + kTileQ : num_q;
-    const i64 before = turns_before(p.variant, lengths(), i0, i1, fact(&Facts::key_tile), kTileK);
-    if (lane == 0) {
-      while (ptx::ld_acquire(turn) != static_cast<u32>(before)) {
-      }
-    }
-    __syncwarp();
+    Sums::await_turn(
+        turn, turns_before(p.variant, lengths(), i0, i1, fact(&Facts::key_tile), kTileK), lane);
   }
   // After a barrier behind the adding.
   __forceinline__ void pass_turn() const {
@@ -600,27 +500,8 @@ struct PortableBackward {
   // Gradients of a warp's keys leave through the tile of the keys themselves.
   template <class Tile, class Gradient>
   __forceinline__ u32 stage_gradient(u32 tile, const Gradient& x, float factor) const {
-    constexpr int kColumns = sizeof(x[0]) / sizeof(x[0][0]);
     const u32 base = tile + Tile::offset(pair * kWarpKeys, 0);
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int block = 0; block < kColumns; ++block) {
-          const u32 to = base + Tile::offset(16 * m + 8 * half + lane / 4,
-                                             (8 * block + 2 * (lane % 4)) * Op::kBytes);
-          const float low = x[m][block][2 * half] * factor;
-          const float high = x[m][block][2 * half + 1] * factor;
-          if constexpr (kElement == Element::kFloat32) {
-            ptx::st_shared_64(to, __float_as_uint(low), __float_as_uint(high));
-          } else {
-            ptx::st_shared_32(to, tile::pack_16<kElement>(low, high));
-          }
-        }
-      }
-    }
-    __syncwarp();
+    stage_rows<Tile, kElement>(base, lane, x, [factor](float number) { return number * factor; });
     return base;
   }
   template <class Tile>

@@ -22,7 +22,8 @@
 #pragma once
 
 #include "kernels/forward_spec.h"
-#include "kernels/scores.cuh"
+#include "kernels/block/scores.cuh"
+#include "kernels/block/worker.cuh"
 #include "kernels/tile/poison.cuh"
 #include "kernels/tile/product.cuh"
 #include "kernels/tile/reduce.cuh"
@@ -30,7 +31,7 @@
 namespace onefold::kernels {
 
 template <ForwardSpec kSpec>
-struct PortableForward {
+struct PortableForward : Worker {
   // ---- facts ----
   static_assert(kSpec.invalid() == nullptr);
   static constexpr Element kElement = kSpec.element;
@@ -42,6 +43,9 @@ struct PortableForward {
   static constexpr int kBlocks = kSpec.tile_k / 8;
   static constexpr int kOutBlocks = kSpec.dim_v / 8;
   static constexpr int kQSteps = kSpec.q_in_registers ? kSpec.dim / Op::kDepth : 1;
+  // Float32 with many columns: what depends on the thread is found anew where it is used, because
+  // kept through the loop it would cost registers that there are not.
+  static constexpr bool kScarce = kElement == Element::kFloat32 && kSpec.dim_v > 128;
   static constexpr float kExactLog2 = 4096.0f;  // beyond, c * s - c * ref is not exact enough
   static constexpr float kLargest = 3.402823466e38f;
 
@@ -80,19 +84,13 @@ struct PortableForward {
   const ForwardArguments& args;
   const ProblemView& p;
   Shared& shared;
-  int thread, warp, lane;
   HeadAt at;
   int row0;          // first row of the tile, local
   int num_rows;      // of the sequence, used or not
   i64 q_row, k_row;  // where the tile and the sequence's keys begin in the tensors
 
   __forceinline__ PortableForward(const ForwardArguments& arguments, unsigned char* memory)
-      : args(arguments),
-        p(arguments.problem),
-        shared(*reinterpret_cast<Shared*>(memory)),
-        thread(static_cast<int>(threadIdx.x)),
-        warp(__shfl_sync(tile::kAllLanes, thread / 32, 0)),
-        lane(thread % 32) {}
+      : args(arguments), p(arguments.problem), shared(*reinterpret_cast<Shared*>(memory)) {}
 
   __forceinline__ int fact(int Facts::*which) const {
     return static_cast<int>(ptx::ld_shared_32(ptx::shared_address(&(shared.facts.*which))));
@@ -121,6 +119,9 @@ struct PortableForward {
     QCopy::load(ptx::shared_address(&shared.tiles.q),
                 rows_at(p.q, q_row, at.h, at.n.q - row0, kSpec.tile_q, p.dim), thread);
   }
+  __forceinline__ int thread_now() const {
+    return kScarce ? ptx::opaque(static_cast<int>(threadIdx.x)) : thread;
+  }
   const char *k_from, *v_from;  // where this thread reads in key tile 0
   u32 k_to, v_to;               // where it writes in stage 0
   __forceinline__ void find_key_rows() {
@@ -131,13 +132,21 @@ struct PortableForward {
   }
   __forceinline__ void copy_k(int tile, int stage) const {
     const int j0 = tile * kSpec.tile_k;
-    KCopy::load(k_to + stage * KTile::kBytes, k_from + j0 * p.k.row * size_bytes(kElement),
-                {nullptr, p.k.row, p.k.dim, fact(&Facts::num_k) - j0, p.dim}, thread);
+    u32 to = k_to;
+    if constexpr (kScarce) {
+      to = KCopy::target(ptx::shared_address(&shared.tiles.k), thread_now());
+    }
+    KCopy::load(to + stage * KTile::kBytes, k_from + j0 * p.k.row * size_bytes(kElement),
+                {nullptr, p.k.row, p.k.dim, fact(&Facts::num_k) - j0, p.dim}, thread_now());
   }
   __forceinline__ void copy_v(int tile, int stage) const {
     const int j0 = tile * kSpec.tile_k;
-    VCopy::load(v_to + stage * VTile::kBytes, v_from + j0 * p.v.row * size_bytes(kElement),
-                {nullptr, p.v.row, p.v.dim, fact(&Facts::num_k) - j0, p.dim_v}, thread);
+    u32 to = v_to;
+    if constexpr (kScarce) {
+      to = VCopy::target(ptx::shared_address(&shared.tiles.v), thread_now());
+    }
+    VCopy::load(to + stage * VTile::kBytes, v_from + j0 * p.v.row * size_bytes(kElement),
+                {nullptr, p.v.row, p.v.dim, fact(&Facts::num_k) - j0, p.dim_v}, thread_now());
   }
 
   // A negative scale turns q around, scale 0 makes it 0 (and keeps its NaN).
@@ -179,17 +188,13 @@ struct PortableForward {
     __syncthreads();
     band_hides = range.full_begin > range.begin || range.full_end < range.end;
   }
-  __forceinline__ u32 mask_class(int tile) const {
-    const MaskClassesView& m = p.mask_classes;
-    const int key_tile = m.one_key ? 0 : tile;
-    const i64 where =
-        at.b * m.batch + at.h * m.head + fact(&Facts::row0) / kSpec.tile_q * m.query_tile;
-    return m.words[where + key_tile / 16] >> 2 * (key_tile % 16) & 3u;
+  __forceinline__ u32 class_of(int tile) const {
+    return mask_class(p.mask_classes, at.b, at.h, fact(&Facts::row0) / kSpec.tile_q, tile);
   }
   // The first tile from `tile` on that is not all hidden.
   __forceinline__ int next_tile(int tile) const {
     if constexpr (kFeatures.mask) {
-      while (tile < fact(&Facts::tile_end) && mask_class(tile) == 0) ++tile;
+      while (tile < fact(&Facts::tile_end) && class_of(tile) == 0) ++tile;
     }
     return tile;
   }
@@ -220,7 +225,12 @@ struct PortableForward {
     if constexpr (kSpec.q_in_registers) {
       tile::multiply_rows<Op, KTile>(s, q, k_at);
     } else {
-      tile::multiply_rows<Op, QTile, KTile>(s, q_at, k_at);
+      u32 at_q = q_at;
+      if constexpr (kScarce) {
+        at_q = tile::a_address<QTile>(ptx::shared_address(&shared.tiles.q),
+                                      thread_now() / 32 * kWarpRows);
+      }
+      tile::multiply_rows<Op, QTile, KTile>(s, at_q, k_at);
     }
     const Positions positions{fact(&Facts::row0) + warp * kWarpRows, i64{tile} * kSpec.tile_k,
                               lengths()};
@@ -233,7 +243,7 @@ struct PortableForward {
       });
     }
     if constexpr (kFeatures.mask) {
-      if (mask_class(tile) != 2) {
+      if (class_of(tile) != 2) {
         positions.for_each(p.readable, [&](int m, int n, int idx, i64 i, i64 j, float) {
           if (scores.masked(i, j)) s[m][n][idx] = kEmpty<float>;
         });
@@ -462,25 +472,7 @@ struct PortableForward {
     return ptx::shared_address(&shared.out) + OutTile::offset(warp * kWarpRows, 0);
   }
   __forceinline__ void stage_out() {
-    const u32 base = warp_out();
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int n = 0; n < kOutBlocks; ++n) {
-          const u32 to = base + OutTile::offset(16 * m + 8 * half + lane / 4,
-                                                (8 * n + 2 * (lane % 4)) * size_bytes(kElement));
-          const float x = out[m][n][2 * half], y = out[m][n][2 * half + 1];
-          if constexpr (kElement == Element::kFloat32) {
-            ptx::st_shared_64(to, __float_as_uint(x), __float_as_uint(y));
-          } else {
-            ptx::st_shared_32(to, tile::pack_16<kElement>(x, y));
-          }
-        }
-      }
-    }
-    __syncwarp();
+    stage_rows<OutTile, kElement>(warp_out(), lane, out, [](float number) { return number; });
   }
 
   // Values that are not finite, for the rows that see them. What a weight multiplies them by is

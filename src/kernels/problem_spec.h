@@ -83,4 +83,10 @@ struct ProblemView {
   float score_factor_log2 = 0;  // the same times log2(e)
 };
 
+// Tiles that one head needs: of one sequence, or of all packed ones and the rows beyond them.
+static inline i64 tiles_per_head(i64 total_rows, i64 tile_rows, bool packed, i64 batch) {
+  if (packed) return total_rows / tile_rows + batch + 1;
+  return (total_rows + tile_rows - 1) / tile_rows;
+}
+
 }  // namespace onefold::kernels

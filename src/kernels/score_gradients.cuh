@@ -6,14 +6,15 @@
 // sum has one order. Includes weights.cuh, tile.
 #pragma once
 
+#include "kernels/block/weights.cuh"
+#include "kernels/block/worker.cuh"
 #include "kernels/tile/product.cuh"
 #include "kernels/tile/reduce.cuh"
-#include "kernels/weights.cuh"
 
 namespace onefold::kernels {
 
 template <ScoreGradientsSpec kSpec>
-struct ScoreGradients {
+struct ScoreGradients : Worker {
   // ---- facts ----
   static_assert(kSpec.invalid() == nullptr);
   static constexpr Element kElement = kSpec.element;
@@ -44,18 +45,12 @@ struct ScoreGradients {
   const ScoreGradientsArguments& args;
   const ProblemView& p;
   Shared& shared;
-  int thread, warp, lane;
   HeadAt at;
   i64 q_begin, k_begin;
   u64 seed;
 
   __forceinline__ ScoreGradients(const ScoreGradientsArguments& arguments, unsigned char* memory)
-      : args(arguments),
-        p(arguments.problem),
-        shared(*reinterpret_cast<Shared*>(memory)),
-        thread(static_cast<int>(threadIdx.x)),
-        warp(__shfl_sync(tile::kAllLanes, thread / 32, 0)),
-        lane(thread % 32) {}
+      : args(arguments), p(arguments.problem), shared(*reinterpret_cast<Shared*>(memory)) {}
 
   __forceinline__ void enter(i64 b, int h) {
     const Sequence seq = sequence_at(p.sequences, b);

@@ -107,7 +107,7 @@ constexpr BackwardRow kBackwardMany16[] = {
 constexpr BackwardRow kBackwardAny32[] = {
     {64, {32, 64, 32, 8, true, 1, 1}},  {128, {32, 64, 32, 8, true, 1, 1}},
     {128, {16, 32, 16, 4, true, 1, 1}}, {256, {16, 64, 16, 8, true, 1, 1}},
-    {256, {16, 16, 16, 2, true, 1, 1}},
+    {256, {16, 32, 16, 4, true, 1, 1}}, {256, {16, 16, 16, 2, true, 1, 1}},
 };
 
 void set(BackwardSpec& spec, const BackwardTiles& tiles) {
@@ -201,8 +201,15 @@ void describe(Spec& spec, const Problem& p, const CudaFacts& facts) {
 
 bool is_plain(const Features& f) { return f.scale_only() && !f.mask && !f.dropout; }
 
-bool has_many(const Features& f) {
-  return f.softcap + f.slopes + (f.bias != Element::kNone) + f.mask + f.dropout > 2;
+int num_options(const Features& f) {
+  return f.softcap + f.slopes + (f.bias != Element::kNone) + f.mask + f.dropout;
+}
+bool has_many(const Features& f) { return num_options(f) > 2; }
+
+// Options of which backward needs the registers of many: where a warp has 32 keys, the compiler
+// spills with them.
+bool is_heavy(const Features& f) {
+  return has_many(f) || f.bias != Element::kNone || (f.softcap && f.mask);
 }
 
 [[noreturn]] void no_tile_fits(const Problem& p, const CudaFacts& facts) {
@@ -217,7 +224,7 @@ void check_blocks(std::int64_t blocks) {
 
 // Tiles of one head: of one sequence, or of all packed ones and the rows beyond them.
 std::int64_t tiles_of(const Problem& p, std::int64_t rows, int tile) {
-  return p.packed ? rows / tile + p.batch + 1 : ceil_div(rows, tile);
+  return kernels::tiles_per_head(rows, tile, p.packed, p.batch);
 }
 
 MaskTiles mask_tiles(const Problem& p, int tile_q, int tile_k) {
@@ -248,8 +255,9 @@ ScoreGradientsSpec score_gradients_spec(const Problem& p, const BackwardSpec& li
   describe(spec, p, facts);
   spec.aligned = like.aligned;
   spec.bias = bias;
-  // Several options need the registers of half a tile.
-  const int most_keys = has_many(spec.features) ? 32 : 64;
+  // Several options, and those with a bias, need the registers of half a tile.
+  const bool halved = has_many(spec.features) || spec.features.bias != Element::kNone;
+  const int most_keys = halved ? 32 : 64;
   for (const int tile : {64, 32, 16}) {
     spec.tile_q = tile;
     spec.tile_k = std::min(tile, most_keys);
@@ -335,10 +343,11 @@ BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t, bool
   const int most_dim = std::max(spec.dim, spec.dim_v);
   const bool spills = spec.arch / 100 == 10 && most_dim > 64 && most_dim <= 128;
   const bool plain = is_plain(spec.features) && !spills;
+  const bool many = most_dim <= 64 ? has_many(spec.features) : is_heavy(spec.features);
   const bool found = spec.element == Element::kFloat32 ? choose(kBackwardAny32, facts, spec)
                      : plain && spec.aligned           ? choose(kBackwardPlain16, facts, spec)
                      : plain                           ? choose(kBackwardUnaligned16, facts, spec)
-                     : has_many(spec.features)         ? choose(kBackwardMany16, facts, spec)
+                     : many                            ? choose(kBackwardMany16, facts, spec)
                                                        : choose(kBackwardOptions16, facts, spec);
   if (!found) no_tile_fits(p, facts);
   return plan_cuda_backward(p, t, spec, facts);

@@ -1,16 +1,22 @@
-// Every row of the plan tables, compiled by NVRTC for every architecture, without a GPU: no spill,
-// no local memory, no remark of the compiler, and at least the tensor-core instructions that the
-// tiles need. Compiled kernels are kept in the cache that ONEFOLD_CACHE_DIR names, by digest of
-// their text, so that a second run compiles nothing.
+// The plan tables, compiled by NVRTC for every architecture, without a GPU: no spill, no local
+// memory, no remark of the compiler, and at least the tensor-core instructions that the tiles need.
+//
+// Compiled kernels are kept in the cache that ONEFOLD_CACHE_DIR names, by digest of their text, so
+// that a second run compiles nothing. The tests called all_of_... take half an hour the first time:
+// ctest leaves them out, and this program by itself, without arguments, runs them.
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <mutex>
+#include <new>
 #include <set>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cuda/program.h"
@@ -25,7 +31,7 @@ struct Planned {
   kernels::ForwardPlan forward;
   kernels::BackwardPlan backward, ordered;
 };
-Planned plan_of(DType dtype, std::int64_t dim, bool options, const CudaKind& kind) {
+Planned plan_of(DType dtype, std::int64_t dim, unsigned options, const CudaKind& kind) {
   CudaQuestion ask;
   ask.dtype = dtype;
   ask.dim = ask.dim_v = dim;
@@ -34,6 +40,18 @@ Planned plan_of(DType dtype, std::int64_t dim, bool options, const CudaKind& kin
   const BackwardTensors b = ask.backward(p);
   return {plan_cuda_forward(p, ask.forward(p), kind.facts),
           plan_cuda_backward(p, b, false, kind.facts), plan_cuda_backward(p, b, true, kind.facts)};
+}
+
+constexpr DType kFormats[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
+constexpr std::int64_t kDims[] = {64, 128, 256};  // the largest of each row of the tables
+
+// One option and two, sinks beside them: they are not compiled in, but their gradient is.
+std::vector<unsigned> ones_and_twos() {
+  std::vector<unsigned> all;
+  for (unsigned one = kSoftcap; one <= kDropout; one *= 2) {
+    for (unsigned two = one; two <= kDropout; two *= 2) all.push_back(one | two | kSinks);
+  }
+  return all;
 }
 
 // Tensor-core instructions (HMMA) of a cubin: 16-byte instructions whose lowest 12 bits say so, in
@@ -106,17 +124,22 @@ struct Work {
       programs.emplace_back(std::move(program), needed(spec));
     }
   }
-  void add(const Planned& plan) {
+  // The kernels that options are compiled into.
+  void add_main(const Planned& plan) {
+    const kernels::BackwardPlan& b = plan.backward;
     add(plan.forward.spec);
-    for (const kernels::BackwardPlan* b : {&plan.backward, &plan.ordered}) {
-      add(b->spec);
-      add(kernels::BackwardRowsSpec{b->spec});
-      add(kernels::BackwardDqSpec{b->spec});
-      if (b->bias) add(b->bias_spec);
-      if (b->bias) add(kernels::GradientSumsSpec{b->spec.arch, b->spec.features.bias});
-      if (b->slopes || b->sinks) add(b->rows_spec);
-      if (b->slopes || b->sinks) add(kernels::HeadSumsSpec{b->spec.arch});
-    }
+    add(b.spec);
+    if (b.bias) add(b.bias_spec);
+    if (b.slopes || b.sinks) add(b.rows_spec);
+  }
+  void add(const Planned& plan) {
+    add_main(plan);
+    const kernels::BackwardPlan& b = plan.backward;
+    add(plan.ordered.spec);
+    add(kernels::BackwardRowsSpec{b.spec});
+    add(kernels::BackwardDqSpec{b.spec});
+    if (b.bias) add(kernels::GradientSumsSpec{b.spec.arch, b.spec.features.bias});
+    if (b.slopes || b.sinks) add(kernels::HeadSumsSpec{b.spec.arch});
     for (const Element e : {Element::kFloat32, Element::kBFloat16, Element::kFloat64}) {
       add(kernels::MergeStatesSpec{plan.forward.spec.arch, e, e});
     }
@@ -124,66 +147,128 @@ struct Work {
   }
 };
 
-void compile_all(const Work& work) {
-  std::atomic<std::size_t> next{0};
-  std::mutex report;
-  const auto one = [&] {
-    for (std::size_t n; (n = next++) < work.programs.size();) {
-      const auto& [program, least] = work.programs[n];
-      std::string wrong;
-      try {
-        const jit::Binary& binary = jit::get(program);
-        const jit::Facts& f = binary.facts;
-        if (f.local_bytes > 0 || f.spill_store_bytes > 0) {
-          wrong = concat(f.local_bytes, " bytes of local memory, ", f.registers, " registers");
-        } else if (!f.warnings.empty()) {
-          wrong = f.warnings.front();
-        } else if (const std::int64_t found = count_products(binary.cubin); found < least) {
-          wrong = concat(found, " tensor-core instructions, at least ", least, " are needed");
-        }
-      } catch (const std::exception& e) {
-        wrong = e.what();
-      }
-      if (wrong.empty()) continue;
-      const std::lock_guard lock(report);
-      ADD_FAILURE() << jit::target(program) << ": " << wrong << " in\n" << program.source;
+// What is wrong with a program once it is compiled; nothing: nothing.
+std::string judge(const jit::Program& program, std::int64_t least) {
+  try {
+    const jit::Binary& binary = jit::get(program);
+    const jit::Facts& f = binary.facts;
+    if (f.local_bytes > 0 || f.spill_store_bytes > 0) {
+      return concat(f.local_bytes, " bytes of local memory, ", f.registers, " registers");
     }
-  };
-  std::vector<std::thread> pool;
-  const unsigned threads = std::max(1u, std::thread::hardware_concurrency());
-  for (unsigned n = 0; n < threads; ++n) pool.emplace_back(one);
-  for (std::thread& thread : pool) thread.join();
+    if (!f.warnings.empty()) return f.warnings.front();
+    const std::int64_t found = count_products(binary.cubin);
+    if (found < least) {
+      return concat(found, " tensor-core instructions, at least ", least, " are needed");
+    }
+  } catch (const std::exception& e) {
+    return e.what();
+  }
+  return "";
 }
 
-class Compile : public testing::TestWithParam<CudaKind> {
+// In several processes, because NVRTC compiles one kernel at a time in each: they share a counter,
+// and each leaves what it has to complain about in a file of its own.
+void compile_all(const Work& work) {
+  const std::size_t count = work.programs.size();
+  const std::size_t size = sizeof(std::atomic<std::size_t>);
+  void* const shared =
+      mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(shared, MAP_FAILED);
+  auto* const next = new (shared) std::atomic<std::size_t>{0};
+  static_assert(std::atomic<std::size_t>::is_always_lock_free);
+  const ScratchFolder scratch;
+  const unsigned processes = std::max(1u, std::thread::hardware_concurrency());
+  const auto file = [&](unsigned n) { return scratch.path() / std::to_string(n); };
+  std::vector<pid_t> children;
+  for (unsigned n = 0; n < processes; ++n) {
+    children.push_back(start_child([&] {
+      std::string complaints;
+      for (std::size_t idx; (idx = (*next)++) < count;) {
+        const auto& [program, least] = work.programs[idx];
+        const std::string wrong = judge(program, least);
+        if (wrong.empty()) continue;
+        complaints += concat(jit::target(program), ": ", wrong, " in\n", program.source, "\n");
+      }
+      write_text(file(n), complaints);
+      return 0;
+    }));
+  }
+  for (unsigned n = 0; n < processes; ++n) {
+    EXPECT_EQ(exit_status(children[n]), 0);
+    EXPECT_EQ(read_text(file(n)), "");
+  }
+  EXPECT_GE(next->load(), count);
+  munmap(shared, size);
+}
+
+struct Numbered : CudaKind {
+  unsigned number = 0;
+};
+std::vector<Numbered> numbered() {
+  std::vector<Numbered> all;
+  for (const CudaKind& kind : kCudaKinds) all.push_back({kind, static_cast<unsigned>(all.size())});
+  return all;
+}
+
+// One with and one without vector additions to memory.
+bool has_pairs(const CudaKind& kind) { return kind.facts.arch == 800 || kind.facts.arch == 900; }
+constexpr const char* kPairsOn = "compute capabilities 8.0 and 9.0 stand for all";
+
+class Compile : public testing::TestWithParam<Numbered> {
  protected:
   void SetUp() override { need_compiler(); }
 };
 
-TEST_P(Compile, every_row_of_the_tables_for_bfloat16_needs_no_local_memory) {
+// Plain and with all options in turn: every row of the tables in every format is compiled plain for
+// half of the architectures, and with all options for the other half.
+TEST_P(Compile, rows_of_the_tables_need_no_local_memory) {
   Work work;
-  for (const std::int64_t dim : {64, 128, 256}) {
-    for (const bool options : {false, true}) {
-      work.add(plan_of(DType::kBFloat16, dim, options, GetParam()));
+  unsigned n = GetParam().number;
+  for (const DType dtype : kFormats) {
+    for (const std::int64_t dim : kDims) {
+      work.add(plan_of(dtype, dim, n++ % 2 == 0 ? 0u : unsigned{kAllOptions}, GetParam()));
     }
   }
   compile_all(work);
 }
 
-// The other formats take the same text; two architectures stand for all.
-TEST_P(Compile, the_other_formats_need_no_local_memory) {
-  if (GetParam().facts.arch != 800 && GetParam().facts.arch != 900) return;
+// Two architectures share the sets of options, and format and head dim go around.
+TEST_P(Compile, one_and_two_options_need_no_local_memory) {
+  if (!has_pairs(GetParam())) GTEST_SKIP() << kPairsOn;
   Work work;
-  for (const bool options : {false, true}) {
-    work.add(plan_of(DType::kFloat16, 128, options, GetParam()));
-    for (const std::int64_t dim : {64, 128, 256}) {
-      work.add(plan_of(DType::kFloat32, dim, options, GetParam()));
+  const std::vector<unsigned> sets = ones_and_twos();
+  for (std::size_t n = GetParam().facts.arch == 800 ? 0 : 1; n < sets.size(); n += 2) {
+    work.add_main(plan_of(kFormats[n % 3], kDims[n / 3 % 3], sets[n], GetParam()));
+  }
+  compile_all(work);
+}
+
+TEST_P(Compile, all_of_the_rows_of_the_tables_need_no_local_memory) {
+  Work work;
+  for (const DType dtype : kFormats) {
+    for (const std::int64_t dim : kDims) {
+      for (const unsigned options : {0u, unsigned{kAllOptions}}) {
+        work.add(plan_of(dtype, dim, options, GetParam()));
+      }
     }
   }
   compile_all(work);
 }
 
-INSTANTIATE_TEST_SUITE_P(For, Compile, testing::ValuesIn(kCudaKinds),
+TEST_P(Compile, all_of_one_and_two_options_need_no_local_memory) {
+  if (!has_pairs(GetParam())) GTEST_SKIP() << kPairsOn;
+  Work work;
+  for (const unsigned options : ones_and_twos()) {
+    for (const DType dtype : kFormats) {
+      for (const std::int64_t dim : kDims) {
+        work.add_main(plan_of(dtype, dim, options, GetParam()));
+      }
+    }
+  }
+  compile_all(work);
+}
+
+INSTANTIATE_TEST_SUITE_P(For, Compile, testing::ValuesIn(numbered()),
                          [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Which sequence a block works on: packed tiles against brute force, wild index tensors.
 
-#include "kernels/sequence.h"
+#include "kernels/block/sequence.h"
 
 #include <gtest/gtest.h>
 

@@ -16,7 +16,7 @@ namespace {
 TEST(CudaPlan, every_head_dim_and_format_has_tiles_that_fit_every_device) {
   for (const CudaKind& kind : kCudaKinds) {
     for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
-      for (const bool options : {false, true}) {
+      for (const unsigned options : {0u, unsigned{kAllOptions}}) {
         for (std::int64_t dim = 1; dim <= 256; dim += dim < 8 ? 1 : 8) {
           for (const std::int64_t dim_v : {dim, std::int64_t{1}, std::int64_t{256}}) {
             SCOPED_TRACE(concat(kind.name, " ", name(dtype), " ", dim, " ", dim_v, " ", options));
@@ -37,7 +37,7 @@ TEST(CudaPlan, every_head_dim_and_format_has_tiles_that_fit_every_device) {
                       kind.facts.shared_bytes_per_sm);
             ASSERT_GE(b.spec.dim, dim);
             ASSERT_GE(b.spec.dim_v, dim_v);
-            if (!options) continue;
+            if (options == 0) continue;
             ASSERT_EQ(b.bias_spec.invalid(), nullptr);
             ASSERT_LE(std::size_t(b.bias_spec.shared_bytes()), kind.facts.shared_bytes);
             ASSERT_LE(std::size_t(b.rows_spec.shared_bytes()), kind.facts.shared_bytes);
@@ -138,7 +138,7 @@ TEST(CudaPlan, turns_are_taken_only_where_bits_must_repeat) {
 
 TEST(CudaPlan, without_gradients_of_q_k_and_v_the_main_kernel_does_not_run) {
   CudaQuestion ask;
-  ask.options = true;
+  ask.options = kAllOptions;
   const Problem p = ask.problem();
   BackwardTensors t = ask.backward(p);
   t.dq = t.dk = t.dv = {};
@@ -167,7 +167,7 @@ TEST(CudaPlan, what_no_kernel_does_is_said_in_one_sentence) {
 
 TEST(CudaPlan, reasons_of_backward_name_what_makes_it_slow) {
   CudaQuestion ask;
-  ask.options = true;
+  ask.options = kAllOptions;
   const Problem p = ask.problem();
   const auto reasons = [&](bool deterministic) {
     const CudaFacts& facts = kCudaKinds[3].facts;

@@ -29,23 +29,33 @@ inline Tensor cuda_tensor(int number, DType dtype, std::initializer_list<std::in
   return t;
 }
 
+// What a question asks for besides causal; any of them together.
+enum : unsigned {
+  kSoftcap = 1,
+  kSlopes = 2,
+  kBias = 4,
+  kMask = 8,
+  kDropout = 16,
+  kSinks = 32,
+  kAllOptions = 63,
+};
+
 struct CudaQuestion {
   DType dtype = DType::kBFloat16;
   std::int64_t batch = 2, sq = 300, sk = 500, heads = 4, kv_heads = 2, dim = 64, dim_v = 64;
-  bool options = false;  // all of them
+  unsigned options = 0;
 
   Attention attention() const {
     Attention a{.q = cuda_tensor(0, dtype, {batch, sq, heads, dim}),
                 .k = cuda_tensor(1, dtype, {batch, sk, kv_heads, dim}),
                 .v = cuda_tensor(2, dtype, {batch, sk, kv_heads, dim_v}),
                 .causal = Causal::kBottomRight};
-    if (!options) return a;
-    a.softcap = 3;
-    a.dropout_p = 0.1;
-    a.alibi_slopes = cuda_tensor(3, DType::kFloat32, {heads});
-    a.sinks = cuda_tensor(4, DType::kFloat32, {heads});
-    a.bias = cuda_tensor(5, dtype, {heads, sq, sk});
-    a.mask = cuda_tensor(6, DType::kBool, {sq, sk});
+    if (options & kSoftcap) a.softcap = 3;
+    if (options & kDropout) a.dropout_p = 0.1;
+    if (options & kSlopes) a.alibi_slopes = cuda_tensor(3, DType::kFloat32, {heads});
+    if (options & kSinks) a.sinks = cuda_tensor(4, DType::kFloat32, {heads});
+    if (options & kBias) a.bias = cuda_tensor(5, dtype, {heads, sq, sk});
+    if (options & kMask) a.mask = cuda_tensor(6, DType::kBool, {sq, sk});
     return a;
   }
   Tensor out(int number = 7) const { return cuda_tensor(number, dtype, {batch, sq, heads, dim_v}); }
@@ -59,11 +69,9 @@ struct CudaQuestion {
     Gradients g{cuda_tensor(9, dtype, {batch, sq, heads, dim}),
                 cuda_tensor(10, dtype, {batch, sk, kv_heads, dim}),
                 cuda_tensor(11, dtype, {batch, sk, kv_heads, dim_v})};
-    if (options) {
-      g.dbias = cuda_tensor(12, dtype, {heads, sq, sk});
-      g.dslopes = cuda_tensor(13, DType::kFloat32, {heads});
-      g.dsinks = cuda_tensor(14, DType::kFloat32, {heads});
-    }
+    if (options & kBias) g.dbias = cuda_tensor(12, dtype, {heads, sq, sk});
+    if (options & kSlopes) g.dslopes = cuda_tensor(13, DType::kFloat32, {heads});
+    if (options & kSinks) g.dsinks = cuda_tensor(14, DType::kFloat32, {heads});
     return make_backward(p, attention(), out(), lse(), out(15), std::nullopt, g);
   }
 };

@@ -47,6 +47,25 @@ struct TransposedTile<Element::kFloat32, kDepth, kColumns> {
   }
 };
 
+// Accumulators of a warp, whose rows are depths from `depth` on, into a transposed tile.
+template <class Transposed, int kRowTiles, int kBlocks>
+__forceinline__ void store_transposed(u32 base, const float (&x)[kRowTiles][kBlocks][4], int depth,
+                                      int column) {
+  const int lane = lane_idx();
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = depth + 16 * m + 8 * half + lane / 4;
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        Transposed::store(base, row, column + 8 * block + 2 * (lane % 4), x[m][block][2 * half],
+                          x[m][block][2 * half + 1]);
+      }
+    }
+  }
+}
+
 // D += A B with A in a transposed tile and B as it is; kBlocks is even.
 template <class Transposed, class TileB, int kDepth, int kRowTiles, int kBlocks>
 __forceinline__ void multiply_transposed(float (&d)[kRowTiles][kBlocks][4], u32 a_at, u32 b_at) {

@@ -48,12 +48,6 @@ struct TileAt {
   i64 tile;
 };
 
-// Tiles that one head needs: of one sequence, or of all packed ones and the rows beyond them.
-static inline i64 tiles_per_head(i64 total_rows, i64 tile_rows, bool packed, i64 batch) {
-  if (packed) return total_rows / tile_rows + batch + 1;
-  return (total_rows + tile_rows - 1) / tile_rows;
-}
-
 // The first tile of packed sequence b.
 static inline i64 first_packed_tile(const IndexView& cu, i64 b, i64 total, i64 tile_rows) {
   return clamp(index_at(cu, b), 0, total) / tile_rows + b;

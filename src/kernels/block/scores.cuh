@@ -6,7 +6,7 @@
 // and its columns keys, or the other way round. Includes sequence.h, tile.
 #pragma once
 
-#include "kernels/sequence.h"
+#include "kernels/block/sequence.h"
 #include "kernels/tile/copy.cuh"
 #include "kernels/tile/fragment.h"
 #include "kernels/tile/operand.cuh"

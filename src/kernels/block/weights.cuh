@@ -6,7 +6,7 @@
 #pragma once
 
 #include "kernels/backward_spec.h"
-#include "kernels/scores.cuh"
+#include "kernels/block/scores.cuh"
 
 namespace onefold::kernels {
 
