@@ -121,7 +121,7 @@ CpuWork plan_backward(const Problem& p, const BackwardWants& wants, const CpuFac
   w.num_chunks = std::max<std::int64_t>(1, ceil_div(p.longest_q, w.chunk));
   const auto num_sequences = static_cast<std::int64_t>(p.sequences.size());
   const std::int64_t heads = num_sequences * p.heads_k;
-  w.by_chunk = facts.threads > 1 && w.num_chunks > 1 && heads < 2 * facts.threads;
+  w.by_chunk = facts.threads > 1 && w.num_chunks > 1 && heads < std::int64_t{2} * facts.threads;
   if (wants.main_pass()) {
     for (std::int64_t b = 0; b < num_sequences; ++b) {
       const std::int64_t rows = p.sequences[static_cast<std::size_t>(b)].used.q;
