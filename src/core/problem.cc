@@ -468,7 +468,8 @@ BackwardTensors make_backward(const Problem& p, const Attention& a, const Tensor
   t.lse = make_lse(p, lse, "lse");
   if (dout) {
     check_same_rows("dout", *dout, "q", a.q, p.dim_v);
-    t.dout = rows_view(*dout, p.packed);
+    // With everything dropped out is 0, whatever else there is.
+    if (p.variant.dropout_p < 1) t.dout = rows_view(*dout, p.packed);
   }
   if (dlse) t.dlse = make_lse(p, *dlse, "dlse");
   const auto like = [&](const char* name, const std::optional<Tensor>& d, const char* of_name,

@@ -21,7 +21,7 @@ struct QueryData {
                                  // sum of weights against it, whose log2 then is lse
   R *slope_sum, *dz_sum;         // sum of dZ * distance; of dZ
   bool *q_poison, *dout_poison;  // rows left out of q and dout because they are not finite
-  bool* shifted;                 // one for the tile: some row was weighed again
+  bool *shifted, *empty;         // for the tile: some row was weighed again; has no weights
 
   QueryData(Arena& arena, const Problem& p) {
     constexpr int kL = kLanes<R>;
@@ -39,6 +39,7 @@ struct QueryData {
     q_poison = arena.take<bool>(kL);
     dout_poison = arena.take<bool>(kL);
     shifted = arena.take<bool>(1);
+    empty = arena.take<bool>(1);
   }
 };
 
