@@ -481,7 +481,11 @@ DOUBLE = torch.zeros(2, 3, 4, 4, dtype=torch.float64)
         ({"sinks": torch.ones(4).half()}, ValueError, "sinks is float16: float32 is needed"),
         ({"dropout_p": 0.5, "seed": 1.5}, TypeError, "seed is a float: an int or a one-element"),
         ({"dropout_p": 0.5, "seed": 2**64}, ValueError, "seed is 18446744073709551616: an integer"),
-        ({"dropout_p": 0.5, "seed": torch.ones(1)}, ValueError, r"seed is float32 \(1,\): a number, or one"),
+        (
+            {"dropout_p": 0.5, "seed": torch.ones(1)},
+            ValueError,
+            r"seed is float32 \(1,\): a number, or one",
+        ),
         (
             {"dropout_p": 0.5, "seed": torch.tensor([1, 2])},
             ValueError,
