@@ -224,6 +224,10 @@ Plan plan_of(const Context& context, const Attention& attention, const Gradients
 }  // namespace
 
 Plan plan(const Context& context, const Attention& attention, Direction direction) try {
+  if (direction > Direction::kBackward) {
+    invalid("direction is ", static_cast<int>(direction),
+            ": a value of onefold::Direction is needed");
+  }
   const Gradients all{
       attention.q,    attention.k, attention.v, attention.bias, attention.alibi_slopes,
       attention.sinks};

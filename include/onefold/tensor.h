@@ -80,6 +80,9 @@ struct Tensor {
 
   std::int64_t elements() const {
     std::int64_t count = 1;
+    for (int axis = 0; axis < rank; ++axis) {
+      if (shape[axis] == 0) return 0;
+    }
     for (int axis = 0; axis < rank; ++axis) count *= shape[axis];
     return count;
   }
@@ -98,7 +101,9 @@ struct Tensor {
     std::int64_t step = 1;
     for (axis = t.rank - 1; axis >= 0; --axis) {
       t.stride[axis] = step;
-      step *= t.shape[axis];
+      if (__builtin_mul_overflow(step, t.shape[axis], &step)) {
+        invalid("a packed tensor has 2^63 elements or more from axis ", axis, " on: fewer work");
+      }
     }
     return t;
   }

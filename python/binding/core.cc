@@ -102,8 +102,7 @@ std::optional<std::int64_t> optional_integer(nb::handle object, const char* name
   return x;
 }
 
-// An int from -2^63 to 2^64 - 1, taken modulo 2^64, or an int64 tensor of one element. That of a
-// device stays there.
+// An int from -2^63 to 2^64 - 1, taken modulo 2^64, or an int64 tensor of one element.
 void read_seed(nb::handle object, Attention& a) {
   if (object.is_none()) return;
   if (PyLong_Check(object.ptr())) {
@@ -111,16 +110,7 @@ void read_seed(nb::handle object, Attention& a) {
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
     return;
   }
-  const Tensor t = tensor_from_python(object, {"seed", "int64"});
-  if (t.dtype != DType::kInt64 || t.elements() != 1) {
-    invalid("seed is ", t.elements() == 1 ? "one element" : concat(t.elements(), " elements"),
-            " of ", name(t.dtype), ": an int, or one element of int64, is needed");
-  }
-  if (t.device.type != DeviceType::kCpu) {
-    a.seed_tensor = t;
-  } else {
-    a.seed = static_cast<std::uint64_t>(*static_cast<const std::int64_t*>(t.data));
-  }
+  a.seed_tensor = tensor_from_python(object, {"seed", "int64"});
 }
 
 Causal read_causal(nb::handle object) {

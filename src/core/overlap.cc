@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <numeric>
 
+#include "core/tensor_check.h"
+
 namespace onefold {
 namespace {
 
@@ -15,13 +17,8 @@ struct Bytes {
 // The bytes between the first and the last element, over axes [first_axis, rank) alone.
 Bytes extent_bytes(const Tensor& t, int first_axis) {
   const auto base = reinterpret_cast<std::intptr_t>(t.data);
-  std::int64_t low = 0, high = 0;
-  for (int axis = first_axis; axis < t.rank; ++axis) {
-    const std::int64_t reach = (t.shape[axis] - 1) * t.stride[axis];
-    (reach < 0 ? low : high) += reach;
-  }
-  const std::int64_t size = size_bytes(t.dtype);
-  return {base + low * size, base + (high + 1) * size};
+  const Reach reach = reach_of(t, first_axis).value();
+  return {base + reach.low, base + reach.high};
 }
 
 std::int64_t common_step(const Tensor& t, int num_axes, std::int64_t step) {
@@ -49,7 +46,7 @@ int repeating_axis(const Tensor& t) {
   if (t.elements() == 0) return -1;
   std::array<int, kMaxRank> axes{};
   std::iota(axes.begin(), axes.end(), 0);
-  const auto step = [&t](int axis) { return std::abs(t.stride[axis]); };
+  const auto step = [&t](int axis) { return t.shape[axis] > 1 ? std::abs(t.stride[axis]) : 0; };
   std::stable_sort(axes.begin(), axes.begin() + t.rank,
                    [&](int a, int b) { return step(a) < step(b); });
   std::int64_t reach = 0;

@@ -2,7 +2,7 @@
 //
 // Invariant: two tensors that share an element are never called apart. Views that interleave
 // without sharing one (the slices of a packed qkv) are told apart when they repeat with a common
-// step. Includes the public headers.
+// step. Tensors have passed check_tensor. Includes the public headers.
 #pragma once
 
 #include <array>

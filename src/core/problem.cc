@@ -6,32 +6,50 @@
 #include <limits>
 
 #include "core/overlap.h"
+#include "core/tensor_check.h"
 
 namespace onefold {
 namespace {
 
 constexpr std::int64_t kMaxHeadDim = 1 << 20;
 constexpr std::int64_t kMaxBatch = std::numeric_limits<std::int32_t>::max();
+// More take longer than anyone waits; so many, times all that a plan multiplies them by, fit in 64
+// bits.
+constexpr std::int64_t kMostElements = std::int64_t{1} << 48;
 
-std::string device_text(Device device) {
-  return device.type == DeviceType::kCpu ? "the CPU" : concat("CUDA device ", device.index);
+// Inputs in the order of the question.
+template <class Visit>
+void for_each_input(const Attention& a, const Visit& visit) {
+  const auto option = [&visit](const char* name, const std::optional<Tensor>& t) {
+    if (t) visit(name, *t);
+  };
+  visit("q", a.q);
+  visit("k", a.k);
+  visit("v", a.v);
+  option("alibi_slopes", a.alibi_slopes);
+  option("bias", a.bias);
+  option("mask", a.mask);
+  option("sinks", a.sinks);
+  option("seed", a.seed_tensor);
+  option("cu_seqlens_q", a.cu_seqlens_q);
+  option("cu_seqlens_k", a.cu_seqlens_k);
+  option("seqused_q", a.seqused_q);
+  option("seqused_k", a.seqused_k);
 }
 
-void check_tensor(const Tensor& t, const char* name, int rank, Device device) {
-  if (t.rank != rank) {
-    const bool packed = rank == 4 && t.rank == 3 && std::strcmp(name, "q") == 0;
-    invalid(name, " has ", t.rank, " axes, shape ", shape_text(t), ": ", rank, " are needed",
-            packed ? ", or cu_seqlens_q and cu_seqlens_k for packed sequences" : "");
-  }
-  for (int axis = 0; axis < rank; ++axis) {
-    if (t.shape[axis] < 0) invalid(name, " has shape ", shape_text(t), ": extents must be >= 0");
-  }
-  if (t.elements() > 0 && t.data == nullptr) {
-    invalid(name, " is a null pointer with shape ", shape_text(t), ": it needs memory");
-  }
-  if (t.device != device) {
-    invalid(name, " is on ", device_text(t.device), ": the call runs on ", device_text(device),
-            ", so move it there");
+void check_rank(const Tensor& t, const char* name, int rank) {
+  if (t.rank == rank) return;
+  const bool packed = rank == 4 && t.rank == 3 && std::strcmp(name, "q") == 0;
+  invalid(name, " has ", t.rank, " axes, shape ", shape_text(t), ": ", rank, " are needed",
+          packed ? ", or cu_seqlens_q and cu_seqlens_k for packed sequences" : "");
+}
+
+void check_size(const Tensor& t, const char* name) {
+  Tensor rows = t;
+  std::int64_t& dim = rows.shape[t.rank - 1];
+  dim = std::max<std::int64_t>(dim, 1);  // rows without elements count as well
+  if (rows.elements() > kMostElements) {
+    unsupported(name, " has shape ", shape_text(t), ": at most 2^48 elements work");
   }
 }
 
@@ -40,22 +58,28 @@ void check_extent(const char* name, const char* axis, std::int64_t got, std::int
   if (got != want) invalid(axis, " of ", name, " is ", got, ": ", want, " is needed, ", reason);
 }
 
+// That of an axis with one element, which may be anything, is `unused`.
+std::int64_t stride_of(const Tensor& t, int axis, std::int64_t unused = 0) {
+  return t.shape[axis] > 1 ? t.stride[axis] : unused;
+}
+
 Rows rows_view(const Tensor& t, bool packed) {
   Rows r;
   r.present = true;
   r.data = t.data;
   r.dtype = t.dtype;
   const int first = packed ? 0 : 1;
-  r.batch = packed ? 0 : t.stride[0];
-  r.row = t.stride[first];
-  r.head = t.stride[first + 1];
-  r.dim = t.stride[first + 2];
+  r.batch = packed ? 0 : stride_of(t, 0);
+  r.row = stride_of(t, first);
+  r.head = stride_of(t, first + 1);
+  r.dim = stride_of(t, first + 2, 1);
   return r;
 }
 
 void check_same_rows(const char* name, const Tensor& t, const char* like_name, const Tensor& like,
                      std::int64_t last) {
-  check_tensor(t, name, like.rank, like.device);
+  check_tensor(t, name, like.device);
+  check_rank(t, name, like.rank);
   if (t.dtype != like.dtype) {
     invalid(name, " is ", onefold::name(t.dtype), ": ", like_name, " is ",
             onefold::name(like.dtype), " and both must agree");
@@ -86,7 +110,6 @@ Numbers per_head(const char* name, const Tensor& t, const Problem& p, bool batch
             batched_allowed ? concat(" or (", p.batch, ", ", p.heads_q, ")") : std::string(),
             " is needed, one number per query head");
   }
-  check_tensor(t, name, t.rank, p.device);
   check_float_option(name, t, p.dtype);
   const bool batched = t.rank == 2;
   if (batched) check_extent(name, "batch", t.shape[0], p.batch, "the batch of q");
@@ -95,17 +118,12 @@ Numbers per_head(const char* name, const Tensor& t, const Problem& p, bool batch
   n.present = true;
   n.data = t.data;
   n.dtype = t.dtype;
-  n.batch = batched ? t.stride[0] : 0;
-  n.head = t.stride[batched ? 1 : 0];
+  n.batch = batched ? stride_of(t, 0) : 0;
+  n.head = stride_of(t, batched ? 1 : 0);
   return n;
 }
 
-Grid grid_view(const char* name, const Tensor& t, const std::array<std::int64_t, 4>& full,
-               Device device) {
-  if (t.rank > 4) {
-    invalid(name, " has ", t.rank, " axes: at most 4 broadcast to (batch, heads, queries, keys)");
-  }
-  check_tensor(t, name, t.rank, device);
+Grid grid_view(const char* name, const Tensor& t, const std::array<std::int64_t, 4>& full) {
   Grid g;
   g.present = true;
   g.data = t.data;
@@ -117,13 +135,13 @@ Grid grid_view(const char* name, const Tensor& t, const std::array<std::int64_t,
               full[1], ", ", full[2], ", ", full[3], ") = (batch, heads, queries, keys)");
     }
     g.extent[to] = t.shape[axis];
-    g.stride[to] = t.shape[axis] == 1 ? 0 : t.stride[axis];
+    g.stride[to] = stride_of(t, axis);
   }
   return g;
 }
 
-void check_index_vector(const char* name, const Tensor& t, std::int64_t want, Device device) {
-  check_tensor(t, name, 1, device);
+void check_index_vector(const char* name, const Tensor& t, std::int64_t want) {
+  check_rank(t, name, 1);
   if (!is_index(t.dtype)) {
     invalid(name, " is ", onefold::name(t.dtype), ": int32 or int64 is needed");
   }
@@ -131,7 +149,7 @@ void check_index_vector(const char* name, const Tensor& t, std::int64_t want, De
 }
 
 std::int64_t index_at(const Tensor& t, std::int64_t i) {
-  return load_integer(t.data, t.dtype, i * t.stride[0]);
+  return load_integer(t.data, t.dtype, i * stride_of(t, 0));
 }
 
 void check_offsets(const char* name, const Tensor& t, std::int64_t rows, const char* of) {
@@ -158,7 +176,7 @@ std::int64_t used_length(const char* name, const std::optional<Tensor>& used, st
   return length;
 }
 
-Indices indices(const Tensor& t) { return {t.data, t.dtype, t.stride[0], true}; }
+Indices indices(const Tensor& t) { return {t.data, t.dtype, stride_of(t, 0), true}; }
 
 // Lengths that only the device can read: what is known without them.
 void bound_sequences(Problem& p, const Attention& a) {
@@ -177,17 +195,25 @@ void bound_sequences(Problem& p, const Attention& a) {
 }
 
 void read_sequences(Problem& p, const Attention& a) {
-  if (a.seqused_q) check_index_vector("seqused_q", *a.seqused_q, p.batch, p.device);
-  if (a.seqused_k) check_index_vector("seqused_k", *a.seqused_k, p.batch, p.device);
+  if (a.seqused_q) check_index_vector("seqused_q", *a.seqused_q, p.batch);
+  if (a.seqused_k) check_index_vector("seqused_k", *a.seqused_k, p.batch);
+  const bool no_queries = p.rows_q == 0 || p.heads_q == 0;
+  const bool no_keys = p.rows_k == 0 || p.heads_k == 0;
+  const bool nothing = !p.packed && no_queries && no_keys;  // of a batch that may be huge
+  if (!nothing && p.batch > kMaxBatch) {
+    unsupported("batch is ", p.batch, ": at most ", kMaxBatch, " works");
+  }
+  const std::int64_t heads = std::max(p.heads_q, p.heads_k);
+  if (!nothing && heads > kMostElements / std::max<std::int64_t>(p.batch, 1)) {
+    unsupported(p.heads_q == heads ? "q" : "k", " has ", heads, " heads in a batch of ", p.batch,
+                ": at most 2^48 in the whole batch work");
+  }
   if (p.device.type != DeviceType::kCpu) return bound_sequences(p, a);
   if (a.cu_seqlens_q) {
     check_offsets("cu_seqlens_q", *a.cu_seqlens_q, p.rows_q, "q");
     check_offsets("cu_seqlens_k", *a.cu_seqlens_k, p.rows_k, "k");
   }
-  const bool no_queries = p.rows_q == 0 || p.heads_q == 0;
-  const bool no_keys = p.rows_k == 0 || p.heads_k == 0;
-  if (!p.packed && no_queries && no_keys) return;  // such a batch may be huge: it costs no memory
-  if (p.batch > kMaxBatch) unsupported("batch is ", p.batch, ": at most ", kMaxBatch, " works");
+  if (nothing) return;  // it costs no memory
   p.sequences.resize(static_cast<std::size_t>(p.batch));
   for (std::int64_t b = 0; b < p.batch; ++b) {
     Sequence& s = p.sequences[static_cast<std::size_t>(b)];
@@ -225,9 +251,10 @@ void read_shapes(Problem& p, const Attention& a) {
     if (hint && *hint < 0) invalid(name, " is ", *hint, ": a length >= 0 is needed");
   }
   const int rank = p.packed ? 3 : 4;
-  check_tensor(a.q, "q", rank, p.device);
-  check_tensor(a.k, "k", rank, p.device);
-  check_tensor(a.v, "v", rank, p.device);
+  for (const auto& [name, t] : {std::pair{"q", &a.q}, {"k", &a.k}, {"v", &a.v}}) {
+    check_rank(*t, name, rank);
+    check_size(*t, name);
+  }
   p.dtype = a.q.dtype;
   if (!is_float(p.dtype)) {
     invalid("q is ", name(p.dtype), ": float32, bfloat16, float16 or float64 is needed");
@@ -251,13 +278,13 @@ void read_shapes(Problem& p, const Attention& a) {
     unsupported("head_dim is ", std::max(p.dim, p.dim_v), ": at most ", kMaxHeadDim, " works");
   }
   if (p.packed) {
-    check_tensor(*a.cu_seqlens_q, "cu_seqlens_q", 1, p.device);
+    check_rank(*a.cu_seqlens_q, "cu_seqlens_q", 1);
     if (a.cu_seqlens_q->shape[0] < 1) {
       invalid("cu_seqlens_q is empty: number of sequences + 1 offsets are needed");
     }
     p.batch = a.cu_seqlens_q->shape[0] - 1;
-    check_index_vector("cu_seqlens_q", *a.cu_seqlens_q, p.batch + 1, p.device);
-    check_index_vector("cu_seqlens_k", *a.cu_seqlens_k, p.batch + 1, p.device);
+    check_index_vector("cu_seqlens_q", *a.cu_seqlens_q, p.batch + 1);
+    check_index_vector("cu_seqlens_k", *a.cu_seqlens_k, p.batch + 1);
   } else {
     p.batch = a.q.shape[0];
     check_extent("k", "batch", a.k.shape[0], p.batch, "the batch of q");
@@ -288,6 +315,9 @@ std::array<std::int64_t, 4> grid_extent(const Problem& p, const Attention& a, co
 
 void read_band(Problem& p, const Attention& a) {
   Variant& v = p.variant;
+  if (a.causal > Causal::kTopLeft) {
+    invalid("causal is ", static_cast<int>(a.causal), ": a value of onefold::Causal is needed");
+  }
   v.top_left = a.causal == Causal::kTopLeft;
   // Beyond this no window can be told from an unbounded one; no sum overflows below it.
   const std::int64_t limit = kUnbounded / 4;
@@ -311,9 +341,9 @@ void read_band(Problem& p, const Attention& a) {
 }
 
 void read_seed(Problem& p, const Tensor& t) {
-  check_tensor(t, "seed_tensor", t.rank, p.device);
   if (t.dtype != DType::kInt64 || t.elements() != 1) {
-    invalid("seed_tensor is ", name(t.dtype), " ", shape_text(t), ": one int64 is needed");
+    invalid("seed is ", name(t.dtype), " ", shape_text(t),
+            ": a number, or one element of int64, is needed");
   }
   const auto* seed = static_cast<const std::uint64_t*>(t.data);
   if (p.device.type == DeviceType::kCpu) {
@@ -342,6 +372,11 @@ void read_variant(Problem& p, const Attention& a) {
     invalid("softcap is ", v.softcap, ": scores are float32 inside, so at most ", kMost,
             " is needed, 0 for none");
   }
+  const double least = 1.0 / (wide ? std::numeric_limits<double>::max() : kMost);
+  if (v.softcap > 0 && v.softcap < least) {
+    invalid("softcap is ", v.softcap, ": its reciprocal has to be finite, so at least ", least,
+            " is needed, 0 for none");
+  }
   v.dropout_p = a.dropout_p;
   if (!(v.dropout_p >= 0 && v.dropout_p <= 1)) {
     invalid("dropout_p is ", v.dropout_p, ": a probability from 0 to 1 is needed");
@@ -358,21 +393,22 @@ void read_variant(Problem& p, const Attention& a) {
     if (!is_float(a.bias->dtype)) {
       invalid("bias is ", name(a.bias->dtype), ": a float dtype is needed (mask takes booleans)");
     }
-    p.bias = grid_view("bias", *a.bias, grid_extent(p, a, "bias"), p.device);
+    p.bias = grid_view("bias", *a.bias, grid_extent(p, a, "bias"));
     v.has_bias = true;
   }
   if (a.mask) {
     if (a.mask->dtype != DType::kBool) {
       invalid("mask is ", name(a.mask->dtype), ": bool is needed (bias takes additive numbers)");
     }
-    p.mask = grid_view("mask", *a.mask, grid_extent(p, a, "mask"), p.device);
+    p.mask = grid_view("mask", *a.mask, grid_extent(p, a, "mask"));
     v.has_mask = true;
   }
 }
 
 Numbers make_lse(const Problem& p, const Tensor& t, const char* name) {
   const DType want = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  check_tensor(t, name, p.packed ? 2 : 3, p.device);
+  check_tensor(t, name, p.device);
+  check_rank(t, name, p.packed ? 2 : 3);
   if (t.dtype != want) {
     invalid(name, " is ", onefold::name(t.dtype), ": ", onefold::name(want), " is needed");
   }
@@ -384,42 +420,23 @@ Numbers make_lse(const Problem& p, const Tensor& t, const char* name) {
   n.present = true;
   n.data = t.data;
   n.dtype = t.dtype;
-  n.batch = p.packed ? 0 : t.stride[0];
-  n.head = t.stride[at];
-  n.row = t.stride[at + 1];
+  n.batch = p.packed ? 0 : stride_of(t, 0);
+  n.head = stride_of(t, at);
+  n.row = stride_of(t, at + 1);
   return n;
 }
 
 void read_inputs(Footprint& memory, const Attention& a) {
-  memory.reads("q", a.q);
-  memory.reads("k", a.k);
-  memory.reads("v", a.v);
-  memory.reads("bias", a.bias);
-  memory.reads("mask", a.mask);
-  memory.reads("alibi_slopes", a.alibi_slopes);
-  memory.reads("sinks", a.sinks);
-  memory.reads("cu_seqlens_q", a.cu_seqlens_q);
-  memory.reads("cu_seqlens_k", a.cu_seqlens_k);
-  memory.reads("seqused_q", a.seqused_q);
-  memory.reads("seqused_k", a.seqused_k);
-  memory.reads("seed_tensor", a.seed_tensor);
+  for_each_input(a, [&memory](const char* name, const Tensor& t) { memory.reads(name, t); });
 }
 
 }  // namespace
 
-std::string shape_text(const Tensor& tensor) {
-  std::string text = "(";
-  for (int axis = 0; axis < std::min(tensor.rank, kMaxRank); ++axis) {
-    if (axis > 0) text += ", ";
-    text += std::to_string(tensor.shape[axis]);
-  }
-  if (tensor.rank > kMaxRank) text += ", ...";  // there are no more to print
-  return text + (tensor.rank == 1 ? ",)" : ")");
-}
-
 Problem make_problem(const Attention& a, Device device) {
   Problem p;
   p.device = device;
+  check_device(device);
+  for_each_input(a, [device](const char* name, const Tensor& t) { check_tensor(t, name, device); });
   read_shapes(p, a);
   read_sequences(p, a);
   p.q = rows_view(a.q, p.packed);
@@ -451,7 +468,8 @@ BackwardTensors make_backward(const Problem& p, const Attention& a, const Tensor
   t.lse = make_lse(p, lse, "lse");
   if (dout) {
     check_same_rows("dout", *dout, "q", a.q, p.dim_v);
-    t.dout = rows_view(*dout, p.packed);
+    // With everything dropped out is 0, whatever else there is.
+    if (p.variant.dropout_p < 1) t.dout = rows_view(*dout, p.packed);
   }
   if (dlse) t.dlse = make_lse(p, *dlse, "dlse");
   const auto like = [&](const char* name, const std::optional<Tensor>& d, const char* of_name,
@@ -467,7 +485,8 @@ BackwardTensors make_backward(const Problem& p, const Attention& a, const Tensor
                              const std::optional<Tensor>& of, const char* of_name) {
     if (!d) return false;
     if (!of) invalid(name, " was asked for without ", of_name, ": there is nothing to derive by");
-    check_tensor(*d, name, of->rank, of->device);
+    check_tensor(*d, name, of->device);
+    check_rank(*d, name, of->rank);
     if (d->dtype != of->dtype || shape_text(*d) != shape_text(*of)) {
       invalid(name, " is ", onefold::name(d->dtype), " ", shape_text(*d), ": ",
               onefold::name(of->dtype), " ", shape_text(*of), " is needed, as ", of_name);
@@ -475,7 +494,7 @@ BackwardTensors make_backward(const Problem& p, const Attention& a, const Tensor
     return true;
   };
   if (same_shape("dbias", g.dbias, a.bias, "bias")) {
-    t.dbias = grid_view("dbias", *g.dbias, grid_extent(p, a, "bias"), p.device);
+    t.dbias = grid_view("dbias", *g.dbias, grid_extent(p, a, "bias"));
   }
   if (same_shape("dslopes", g.dslopes, a.alibi_slopes, "alibi_slopes")) {
     t.dslopes = per_head("dslopes", *g.dslopes, p, true);
@@ -500,11 +519,14 @@ BackwardTensors make_backward(const Problem& p, const Attention& a, const Tensor
 
 void check_merge(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tensor& lse,
                  Device device) {
-  check_tensor(outs, "outs", 3, device);
+  check_device(device);
+  check_tensor(outs, "outs", device);
+  check_rank(outs, "outs", 3);
   const std::int64_t parts = outs.shape[0], rows = outs.shape[1], dim = outs.shape[2];
   const auto check = [device](const char* name, const Tensor& t,
                               std::initializer_list<std::int64_t> want, bool narrow_allowed) {
-    check_tensor(t, name, static_cast<int>(want.size()), device);
+    check_tensor(t, name, device);
+    check_rank(t, name, static_cast<int>(want.size()));
     const Tensor needed = Tensor::packed(nullptr, t.dtype, want);
     if (shape_text(t) != shape_text(needed)) {
       invalid(name, " has shape ", shape_text(t), ": ", shape_text(needed), " is needed");

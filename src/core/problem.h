@@ -124,7 +124,4 @@ BackwardTensors make_backward(const Problem& problem, const Attention& attention
 void check_merge(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tensor& lse,
                  Device device = {});
 
-// "(2, 128, 8, 64)"
-std::string shape_text(const Tensor& tensor);
-
 }  // namespace onefold

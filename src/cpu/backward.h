@@ -57,7 +57,7 @@ struct BackwardItem {
       touch_lanes(call.t.out, seq.q_begin, tile, s.lanes, p.dim_v);
     }
     bool only_key[kLanes<R>] = {};
-    *x.shifted = false;
+    *x.shifted = *x.empty = false;
     for (int lane = 0; lane < width; ++lane) {
       x.lse[lane] = x.delta[lane] = x.shift[lane] = x.slope_sum[lane] = x.dz_sum[lane] = R(0);
       x.q_poison[lane] = x.dout_poison[lane] = false;
@@ -71,11 +71,12 @@ struct BackwardItem {
         load_row(s.row, call.t.out.at(heads.b, r, h), call.t.out.dtype, call.t.out.dim, p.dim_v);
         delta = dot(dout, s.row, p.dim_v);
       }
-      only_key[lane] = std::isfinite(delta) && sees_one_key(p, heads.b, h, s.lanes.query[lane]);
+      only_key[lane] = std::isfinite(delta) && sees_one_key<R>(p, heads.b, h, s.lanes.query[lane]);
       if (only_key[lane]) delta = 0;
       if (call.t.dlse) delta -= call.t.dlse.load(heads.b, h, r);
       x.delta[lane] = static_cast<R>(delta);
       x.lse[lane] = static_cast<R>(to_base_2<R>(call.t.lse.load(heads.b, h, r)));
+      *x.empty |= x.lse[lane] == kEmpty<R>;
     }
     transpose(x.q, dim, width, p.dim, x.qt, width);
     transpose(x.dout, dim_v, width, p.dim_v, x.dot, width);
@@ -103,11 +104,13 @@ struct BackwardItem {
   void add_sinks(const QueryTile& tile, const QueryData<R>& x, double* sums) {
     const double units = shift_units();
     for (int lane = 0; lane < tile.rows; ++lane) {
+      if (x.lse[lane] == kEmpty<R>) continue;  // it sees nothing, and there is no sink
       const std::int64_t h = s.lanes.head[lane], r = seq.q_begin + s.lanes.query[lane];
       const double delta = double{x.delta[lane]}, sink = p.sinks.load(heads.b, h);
       const double share =
           x.shift[lane] != R(0)
-              ? weight((sink * kLog2E / units - double{x.shift[lane]}) * units, double{x.lse[lane]})
+              ? weight((double{in_shift_units(sink)} - double{x.shift[lane]}) * units,
+                       double{x.lse[lane]})
               : weight(sink * kLog2E, call.t.lse.load(heads.b, h, r) * kLog2E);
       const double dlse = call.t.dlse ? call.t.dlse.load(heads.b, h, r) : 0.0;
       const double excess = double{x.dz_sum[lane]} - share * delta - dlse;
@@ -270,9 +273,13 @@ struct BackwardItem {
       if (options == TileClass::kEmpty) return kNothing;
     }
     // A tile with lanes to spare hides them like a border does.
-    const bool border = band == TileClass::kPartial || tile.rows < kRow;
+    const bool border = band == TileClass::kPartial || tile.rows < kRow || *x.empty;
     const bool poison = s.poison_counts[panel] > 0 || *x.poisoned;
     if (border || poison) set_intervals(p, tile, key_begin, cut.count, s.lanes);
+    // All scores of a row may be minus infinity by themselves. It sees nothing, like a hidden one.
+    for (int lane = 0; *x.empty && lane < tile.rows; ++lane) {
+      if (x.lse[lane] == kEmpty<R>) s.lanes.last_key[lane] = s.lanes.first_key[lane] = 0;
+    }
     const std::int64_t panel_keys = round_up(call.tiles.keys, kPanel);
     Vec<R> unused[N] = {};
     score_product<R, N, Layout::kPanels>(s.k_panels + (panel * panel_keys + cut.first) * p.dim, 0,
@@ -306,6 +313,10 @@ struct BackwardItem {
   // What a shift times this is in base 2: shifts are in natural units unless scores only are
   // scaled.
   double shift_units() const { return p.variant.scale_only() ? 1.0 : kLog2E; }
+  // Rounded once, for a shift and for what is compared with it.
+  R in_shift_units(double sink) const {
+    return static_cast<R>(p.variant.scale_only() ? to_base_2<R>(sink) : sink);
+  }
 
   // Weighs rows with a far lse again, as forward did. Returns whether there were any: then the
   // packed keys are gone.
@@ -317,7 +328,7 @@ struct BackwardItem {
     if (!*x.shifted) return false;
     for (int lane = 0; lane < tile.vectors * kWidth<R>; ++lane) {
       const double sink = p.sinks ? p.sinks.load(heads.b, s.lanes.head[lane]) : kEmpty<double>;
-      x.shift[lane] = static_cast<R>(sink * (kLog2E / shift_units()));
+      x.shift[lane] = in_shift_units(sink);
       x.sum[lane] = sink == kEmpty<double> ? R(0) : R(1);
     }
     const Tiles& t = call.tiles;
@@ -348,9 +359,13 @@ struct BackwardItem {
     const std::int64_t key_begin = tile_begin + cut.first;
     const int num_keys = cut.count;
     const std::int64_t panel_keys = round_up(t.keys, kPanel);
-    Vec<R> unused[N] = {};
-    score_product<R, N, Layout::kPanels>(s.v_panels + (panel * panel_keys + cut.first) * p.dim_v, 0,
-                                         x.dot, p.dim_v, num_keys, s.dscores, unused);
+    if (call.t.dout) {
+      Vec<R> unused[N] = {};
+      const R* v = s.v_panels + (panel * panel_keys + cut.first) * p.dim_v;
+      score_product<R, N, Layout::kPanels>(v, 0, x.dot, p.dim_v, num_keys, s.dscores, unused);
+    } else {  // dP is 0, whatever v holds
+      for (int y = 0; y < num_keys * kRow; ++y) s.dscores[y] = R(0);
+    }
     if (p.variant.dropout()) {
       draw_dropout(p, tile, key_begin, num_keys, s.lanes, s.dropout);
     }
@@ -361,7 +376,9 @@ struct BackwardItem {
         s.weights[y] = s.dscores[y] = R(0);
       }
       const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
-      outer_product<R>(s.weights, kRow, x.dout, dim_v, num_keys, dv + key_begin * dim_v);
+      if (call.t.dout) {
+        outer_product<R>(s.weights, kRow, x.dout, dim_v, num_keys, dv + key_begin * dim_v);
+      }
       outer_product<R>(s.dscores, kRow, x.q, dim, num_keys, dk + key_begin * dim);
     }
     if (want_dq) {

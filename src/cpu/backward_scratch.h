@@ -21,7 +21,8 @@ struct QueryData {
                                  // sum of weights against it, whose log2 then is lse
   R *slope_sum, *dz_sum;         // sum of dZ * distance; of dZ
   bool *q_poison, *dout_poison;  // rows left out of q and dout because they are not finite
-  bool *poisoned, *shifted;      // one for the tile: there is such a row; one was weighed again
+  // For the tile: some row was left out; was weighed again; has no weights.
+  bool *poisoned, *shifted, *empty;
 
   QueryData(Arena& arena, const Problem& p) {
     constexpr int kL = kLanes<R>;
@@ -40,6 +41,7 @@ struct QueryData {
     dout_poison = arena.take<bool>(kL);
     poisoned = arena.take<bool>(1);
     shifted = arena.take<bool>(1);
+    empty = arena.take<bool>(1);
   }
 };
 

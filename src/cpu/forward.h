@@ -222,8 +222,8 @@ struct ForwardItem {
       const std::int64_t h = s.lanes.head[lane], i = s.lanes.query[lane];
       const bool empty = sum[lane] == R(0);
       R* row = s.rows + lane * step;
-      const R divisor = empty ? R(1) : sum[lane];
-      for (std::int64_t d = 0; d < p.dim_v; ++d) row[d] = row[d] * kept / divisor;
+      const bool none = empty || kept == R(0);  // whatever the values were
+      for (std::int64_t d = 0; d < p.dim_v; ++d) row[d] = none ? R(0) : row[d] * kept / sum[lane];
       store_row(call.out.at(heads.b, seq.q_begin + i, h), call.out.dtype, call.out.dim, row,
                 p.dim_v);
       if (call.lse) {
@@ -500,7 +500,8 @@ inline void merge_partials(const ForwardCall& call, const Split& split, std::int
     const std::size_t at = static_cast<std::size_t>(split.first_partial + n) * Partial<R>::bytes(p);
     const Partial<R> part(call.partials + at, p);
     for (std::int64_t r = 0; r < rows; ++r) {
-      if (part.ref[row_begin + r] == kEmpty<R>) continue;
+      // A NaN may stand beside an empty reference: the maximum of scores drops it.
+      if (part.ref[row_begin + r] == kEmpty<R> && part.sum[row_begin + r] == R(0)) continue;
       const Weights<R> w = weigh(s.ref[r], part.ref[row_begin + r]);
       s.ref[r] = w.ref;
       s.sum[r] = s.sum[r] * w.a + part.sum[row_begin + r] * w.b;

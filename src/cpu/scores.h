@@ -40,11 +40,12 @@ inline Softmax<R> sink_state(const Problem& p, std::int64_t b, std::int64_t h) {
 }
 
 // scale * q.k as a natural score of the variant. A slope never hides a key, not even one that is
-// too far away for R, nor a NaN: the second argument's wins.
+// too far away for R, nor a NaN: the second argument's wins. What was minus infinity stays it.
 template <class R>
 inline Vec<R> natural_score(const Variant& variant, Vec<R> x, const At<Vec<R>>& at) {
   const Vec<R> z = score(variant, x, at);
-  return variant.has_slopes ? max(splat<R>(std::numeric_limits<R>::lowest()), z) : z;
+  if (!variant.has_slopes) return z;
+  return x == splat<R>(kEmpty<R>) ? z : max(splat<R>(std::numeric_limits<R>::lowest()), z);
 }
 
 // Turns scale * q.k into scores of the variant, in base 2 unless kUnits says natural, and hides

@@ -462,21 +462,52 @@ inline bool lane_sees(const LaneFacts<R>& lanes, const R* addend, int width, int
          (addend == nullptr || addend[key * width + lane] != kEmpty<R>);
 }
 
-// Whether exactly one key, and no sink, has a weight in row (b, h, i).
-static inline bool sees_one_key(const Problem& p, std::int64_t b, std::int64_t h, std::int64_t i) {
+// Clears seen[x] where element x of a row is `hidden`.
+template <class T>
+inline void clear_hidden(const T* row, std::int64_t stride, T hidden, int count,
+                         std::uint8_t* seen) {
+  if (stride == 1) {
+    for (int x = 0; x < count; ++x) seen[x] &= row[x] != hidden;
+  } else {
+    for (int x = 0; x < count; ++x) seen[x] &= row[x * stride] != hidden;
+  }
+}
+// The same for a bias, where minus infinity hides.
+template <class Isa>
+inline void clear_hidden(const Grid& bias, std::int64_t at, int count, std::uint8_t* seen) {
+  const auto clear = [&](auto hidden) {
+    using T = decltype(hidden);
+    clear_hidden<T>(static_cast<const T*>(bias.data) + at, bias.stride[3], hidden, count, seen);
+  };
+  if (bias.dtype == DType::kFloat32) clear(kEmpty<float>);
+  if (bias.dtype == DType::kFloat64) clear(kEmpty<double>);
+  if (bias.dtype == DType::kFloat16) clear(std::uint16_t{0xFC00});
+  if (bias.dtype == DType::kBFloat16) clear(std::uint16_t{0xFF80});
+}
+
+// Whether exactly one key, and no sink, has a weight in row (b, h, i). Long stretches of hidden
+// keys are passed over by vectors.
+template <class R>
+inline bool sees_one_key(const Problem& p, std::int64_t b, std::int64_t h, std::int64_t i) {
+  constexpr int kStep = 256;
   if (p.sinks && p.sinks.load(b, h) != kEmpty<double>) return false;
   const KeyInterval keys =
       key_interval(p.variant, p.sequences[static_cast<std::size_t>(b)].used, i);
   if (!p.bias && !p.mask) return keys.end - keys.begin == 1;
-  int seen = 0;
-  for (std::int64_t j = keys.begin; j < keys.end && seen < 2; ++j) {
-    const bool hidden =
-        (p.mask && static_cast<const std::uint8_t*>(p.mask.data)[p.mask.offset(b, h, i, j)] == 0) ||
-        (p.bias &&
-         load_number(p.bias.data, p.bias.dtype, p.bias.offset(b, h, i, j)) == kEmpty<double>);
-    seen += !hidden;
+  int total = 0;
+  for (std::int64_t j = keys.begin; j < keys.end && total < 2; j += kStep) {
+    const int count = static_cast<int>(keys.end - j < kStep ? keys.end - j : kStep);
+    std::uint8_t seen[kStep];
+    for (int x = 0; x < count; ++x) seen[x] = 1;
+    if (p.mask) {
+      clear_hidden<std::uint8_t>(
+          static_cast<const std::uint8_t*>(p.mask.data) + p.mask.offset(b, h, i, j),
+          p.mask.stride[3], 0, count, seen);
+    }
+    if (p.bias) clear_hidden<Vec<R>>(p.bias, p.bias.offset(b, h, i, j), count, seen);
+    for (int x = 0; x < count; ++x) total += seen[x];
   }
-  return seen == 1;
+  return total == 1;
 }
 
 // factors[key][lane] = 1 for a kept weight, 0 for a dropped one.

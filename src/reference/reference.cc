@@ -25,9 +25,9 @@ std::optional<Array> zeros_like(const std::optional<Tensor>& t) {
   return zeros_like(*t);
 }
 
-// out_d = sum_j P_j keep_j v_jd
+// out_d = sum_j P_j keep_j v_jd. The sink's value is 0, which a weight of NaN does not leave 0.
 std::vector<double> weighted_values(const Row& row, const Matrix& v) {
-  std::vector<double> out(static_cast<std::size_t>(v.width), 0.0);
+  std::vector<double> out(static_cast<std::size_t>(v.width), row.sink_p * 0.0);
   for (const Key& key : row.keys) {
     for (std::int64_t d = 0; d < v.width; ++d) out[d] += key.p * key.keep * v.row(key.j)[d];
   }

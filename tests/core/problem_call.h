@@ -8,11 +8,13 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <initializer_list>
 #include <limits>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/problem.h"
@@ -25,7 +27,7 @@ inline constexpr std::int64_t kLongest = std::numeric_limits<std::int64_t>::max(
 inline constexpr std::int64_t kShortest = std::numeric_limits<std::int64_t>::min();
 
 // Memory enough for any tensor here; problems are made, never executed.
-alignas(64) inline std::array<std::byte, 1 << 16> pool;
+alignas(64) inline std::array<std::byte, 1 << 17> pool;
 // Kept out of line: inlined, g++ 12 warns of an overflow that is not there.
 [[gnu::noinline]] inline Tensor tensor(std::initializer_list<std::int64_t> shape,
                                        DType dtype = DType::kFloat32, std::size_t offset = 0) {
@@ -88,6 +90,52 @@ inline void make_optional(Call& c) {  // each option once, outputs for all
   c.g.dbias = tensor({4, 1, 4}, DType::kFloat32, 4096 * 13);
   c.g.dslopes = tensor({4}, DType::kFloat32, 4096 * 14);
   c.g.dsinks = tensor({4}, DType::kFloat32, 4096 * 14 + 512);
+}
+
+// All that a call may have: dense, or packed with used lengths too.
+inline void make_everything(Call& c, bool packed) {
+  packed ? make_packed(c) : make_dense(c);
+  make_optional(c);
+  c.a.seed_tensor = tensor({1}, DType::kInt64);
+  c.used_k = {0, 4};
+  c.used_q = {2, 3};
+  c.a.seqused_q = c.vector(c.used_q);
+  c.a.seqused_k = c.vector(c.used_k);
+  if (packed) {
+    c.a.max_seqlen_q = 4;
+    c.a.max_seqlen_k = 5;
+    c.a.bias = tensor({4, 1, 5}, DType::kFloat32, 4096 * 10);
+    c.a.mask = tensor({2, 1, 4, 1}, DType::kBool, 4096 * 11);
+    c.g.dbias = tensor({4, 1, 5}, DType::kFloat32, 4096 * 13);
+  }
+  std::size_t page = 16;  // index lists have pages too
+  for (std::optional<Tensor>* t :
+       {&c.a.seed_tensor, &c.a.seqused_q, &c.a.seqused_k, &c.a.cu_seqlens_q, &c.a.cu_seqlens_k}) {
+    if (!*t) continue;
+    std::byte* const to = pool.data() + 4096 * page++;
+    std::memcpy(to, (*t)->data, static_cast<std::size_t>((*t)->elements()) * sizeof(std::int64_t));
+    (*t)->data = to;
+  }
+}
+
+// All of them by name: inputs in the order of the question, what backward is given, outputs.
+using Named = std::pair<std::string, Tensor*>;
+inline std::vector<Named> tensors_of(Call& c) {
+  std::vector<Named> all = {{"q", &c.a.q},         {"k", &c.a.k},        {"v", &c.a.v},
+                            {"out", &c.out},       {"lse", &c.lse},      {"dout", &*c.dout},
+                            {"dlse", &*c.dlse},    {"dq", &*c.g.dq},     {"dk", &*c.g.dk},
+                            {"dv", &*c.g.dv},      {"bias", &*c.a.bias}, {"mask", &*c.a.mask},
+                            {"sinks", &*c.a.sinks}};
+  all.insert(all.end(), {{"alibi_slopes", &*c.a.alibi_slopes},
+                         {"seed", &*c.a.seed_tensor},
+                         {"seqused_q", &*c.a.seqused_q},
+                         {"seqused_k", &*c.a.seqused_k},
+                         {"dbias", &*c.g.dbias},
+                         {"dslopes", &*c.g.dslopes},
+                         {"dsinks", &*c.g.dsinks}});
+  if (c.a.cu_seqlens_q) all.emplace_back("cu_seqlens_q", &*c.a.cu_seqlens_q);
+  if (c.a.cu_seqlens_k) all.emplace_back("cu_seqlens_k", &*c.a.cu_seqlens_k);
+  return all;
 }
 
 struct Bad {

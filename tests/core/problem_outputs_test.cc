@@ -3,10 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "core/problem.h"
 #include "tests/core/problem_call.h"
@@ -113,6 +115,45 @@ TEST(BadInput, gradients_of_options) {
         make_dense(c);
         make_optional(c);
       });
+}
+
+// Whatever a call is given against whatever it writes, and what it writes against each other.
+TEST(BadInput, an_output_that_shares_a_byte_with_any_other_tensor) {
+  const std::vector<std::string> forward_writes = {"out", "lse"};
+  const std::vector<std::string> backward_writes = {"dq", "dk", "dv", "dbias", "dslopes", "dsinks"};
+  const auto is_in = [](const std::vector<std::string>& names, const std::string& name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  };
+  int pairs = 0;
+  for (const bool packed : {false, true}) {
+    Call all;
+    make_everything(all, packed);
+    const std::size_t count = tensors_of(all).size();
+    for (std::size_t n = 0; n < count * count; ++n) {
+      Call c;
+      make_everything(c, packed);
+      const auto [output, to] = tensors_of(c)[n / count];
+      const auto [other, from] = tensors_of(c)[n % count];
+      const bool forward = is_in(forward_writes, output);
+      const bool part = forward ? !is_in(backward_writes, other) && other[0] != 'd' : true;
+      if (output == other || !part || !(forward || is_in(backward_writes, output))) continue;
+      // Index lists are read before: their numbers must stay what they are.
+      const bool list = from->dtype == DType::kInt64;
+      list ? to->data = from->data : from->data = to->data;
+      ++pairs;
+      std::string text = "accepted";
+      try {
+        c.run();
+      } catch (const Error& error) {
+        text = error.what();
+      }
+      const std::string one = concat(output, " shares memory with ", other);
+      const std::string two = concat(other, " shares memory with ", output);
+      const char* const rest = ": an output needs memory of its own";
+      EXPECT_TRUE(text == one + rest || text == two + rest) << one << ", yet: " << text;
+    }
+  }
+  EXPECT_GT(pairs, 250);
 }
 
 TEST(BadInput, merging) {

@@ -33,8 +33,6 @@ TEST(BadInput, shapes_and_memory_of_q_k_and_v) {
            }},
           {"rank of v", "v has 0 axes, shape (): 4 are needed",
            [](Call& c) { c.a.v = tensor({}); }},
-          {"more axes than a tensor has", "q has 9 axes, shape (2, 3, 4, 5, ...): 4 are needed",
-           [](Call& c) { c.a.q.rank = 9; }},
           {"negative extent", "q has shape (2, -1, 4, 5): extents must be >= 0",
            [](Call& c) { c.a.q.shape[1] = -1; }},
           {"null pointer", "k is a null pointer with shape (2, 4, 2, 5): it needs memory",
@@ -205,11 +203,15 @@ TEST(BadInput, used_lengths) {
 }
 
 TEST(BadInput, numbers) {
+  const auto causal = [](int x) { return [x](Call& c) { c.a.causal = static_cast<Causal>(x); }; };
   const auto scale = [](double x) { return [x](Call& c) { c.a.scale = x; }; };
   const auto softcap = [](double x) { return [x](Call& c) { c.a.softcap = x; }; };
   const auto dropout = [](double x) { return [x](Call& c) { c.a.dropout_p = x; }; };
   expect_refused(
       {
+          {"causal beyond its names", "causal is 3: a value of onefold::Causal is needed",
+           causal(3)},
+          {"causal far beyond", "causal is 255: a value of onefold::Causal is needed", causal(255)},
           {"scale NaN", "scale is nan: a finite number is needed", scale(kNaN)},
           {"scale infinite", "scale is -inf: a finite number is needed", scale(-kInfinite)},
           {"scale beyond float32",
@@ -222,6 +224,10 @@ TEST(BadInput, numbers) {
            softcap(kNaN)},
           {"softcap infinite", "softcap is inf: a finite number >= 0 is needed, 0 for none",
            softcap(kInfinite)},
+          {"softcap without a reciprocal",
+           "softcap is 1e-40: its reciprocal has to be finite, so at least 2.93874e-39 is needed, 0 "
+           "for none",
+           softcap(1e-40)},
           {"dropout negative", "dropout_p is -0.1: a probability from 0 to 1 is needed",
            dropout(-0.1)},
           {"dropout above 1", "dropout_p is 1.5: a probability from 0 to 1 is needed",
@@ -272,7 +278,7 @@ TEST(BadInput, tensors_of_options) {
              c.a.mask = tensor({2, 0, 3, 1}, DType::kBool);
            }},
           {"bias of five axes",
-           "bias has 5 axes: at most 4 broadcast to (batch, heads, queries, keys)",
+           "bias has 5 axes, shape (4, 1, 4, 0, ...): from 0 to 4 are possible",
            [](Call& c) { c.a.bias->rank = 5; }},
           {"null mask", "mask is a null pointer with shape (2, 1, 3, 1): it needs memory",
            [](Call& c) { c.a.mask->data = nullptr; }},
@@ -281,6 +287,41 @@ TEST(BadInput, tensors_of_options) {
         make_dense(c);
         make_optional(c);
       });
+}
+
+TEST(BadInput, more_than_anyone_could_wait_for_is_refused) {
+  constexpr std::int64_t kMany = std::int64_t{1} << 25;
+  const auto repeat = [](Tensor& t, int axis, std::int64_t extent) {
+    t.shape[axis] = extent;
+    t.stride[axis] = 0;
+  };
+  expect_refused(
+      {{"elements of k", "k has shape (2, 33554432, 2, 5242880): at most 2^48 elements work",
+        [&](Call& c) {
+          repeat(c.a.k, 1, kMany);
+          repeat(c.a.k, 3, 5242880);
+        },
+        ErrorKind::kUnsupported},
+       {"rows without elements",
+        "q has shape (2, 1125899906842624, 4, 0): at most 2^48 elements work",
+        [&](Call& c) {
+          repeat(c.a.q, 1, kMany << 25);
+          repeat(c.a.q, 3, 0);
+        },
+        ErrorKind::kUnsupported}},
+      make_dense);
+  expect_refused({{"heads of all sequences",
+                   "q has 140737488355328 heads in a batch of 4: at most 2^48 in the whole batch "
+                   "work",
+                   [&](Call& c) {
+                     c.offsets_q = c.offsets_k = {0, 0, 0, 1, 1};
+                     c.a.cu_seqlens_q = c.vector(c.offsets_q);
+                     c.a.cu_seqlens_k = c.vector(c.offsets_k);
+                     repeat(c.a.q, 0, 1), repeat(c.a.q, 1, kMany << 22), repeat(c.a.q, 2, 1);
+                     for (Tensor* t : {&c.a.k, &c.a.v}) repeat(*t, 0, 1), repeat(*t, 2, 1);
+                   },
+                   ErrorKind::kUnsupported}},
+                 make_packed);
 }
 
 TEST(BadInput, a_batch_beyond_32_bits_is_refused) {

@@ -94,6 +94,34 @@ TEST(Errors, a_bad_question_is_refused_alike_by_plan_forward_and_backward) {
   }
 }
 
+TEST(Errors, what_is_no_direction_no_device_and_no_diagonal_is_refused) {
+  Call c(2, 5, 6, 4, 2, 8);
+  const ErrorKind invalid = ErrorKind::kInvalidArgument;
+  expect_refused([&] { plan({}, c.a, static_cast<Direction>(2)); }, invalid, "direction is 2");
+  Context context;
+  context.device.index = 3;
+  expect_refused([&] { c.run(context); }, invalid, "Context::device is CPU device 3");
+  context.device = {static_cast<DeviceType>(9), 0};
+  for (Tensor* t : {&c.a.q, &c.a.k, &c.a.v}) t->device = context.device;
+  expect_refused([&] { plan(context, c.a, Direction::kForward); }, invalid,
+                 "Context::device has type 9");
+  c.point();
+  c.a.causal = static_cast<Causal>(9);
+  expect_refused([&] { forward({}, c.a, c.out, c.lse); }, invalid, "causal is 9");
+}
+
+// The product with the size of an element wraps to where the tensor lies.
+TEST(Errors, an_output_whose_strides_wrap_around_is_refused_and_nothing_is_written) {
+  Call c(2, 5, 6, 4, 2, 8);
+  for (const std::int64_t stride : {std::int64_t{1} << 62, std::int64_t{1} << 60}) {
+    Tensor out = c.out;
+    out.stride[1] = stride;
+    expect_refused([&] { forward({}, c.a, out, c.lse); }, ErrorKind::kInvalidArgument,
+                   "out has strides");
+  }
+  for (const float x : c.out.values()) ASSERT_TRUE(std::isnan(x)) << "was written";
+}
+
 TEST(Errors, outputs_that_do_not_fit_or_overlap_are_refused_and_nothing_is_written) {
   const ErrorKind invalid = ErrorKind::kInvalidArgument;
   Call c(2, 5, 6, 4, 2, 8);

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import onefold
+from draws import INF, NAN, seeded
 from gates import (
     FLOATS,
     UNIT,
@@ -21,12 +22,6 @@ from gates import (
     same_bits,
     wide,
 )
-
-NAN, INF = math.nan, math.inf
-
-
-def seeded(draw: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(draw)
 
 
 def tensors(dtype: torch.dtype, sq: int, sk: int, heads: int = 2, d: int = 16, draw: int = 0):

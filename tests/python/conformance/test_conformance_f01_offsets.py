@@ -8,6 +8,7 @@ import torch
 
 import onefold
 from buffers import sparse, strided
+from draws import seeded
 from gates import (
     Case,
     assert_same_bits,
@@ -20,10 +21,6 @@ from gates import (
 
 BEYOND_31 = 2**31 + 8
 BEYOND_32 = 2**32 + 24
-
-
-def seeded(draw: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(draw)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import onefold
+from draws import seeded
 from gates import (
     FLOATS,
     Case,
@@ -16,10 +17,6 @@ from gates import (
     run,
     skip_unless_it_computes,
 )
-
-
-def seeded(draw: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(draw)
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
 
 import onefold
 from buffers import surrounded, surroundings
+from draws import INF, seeded
 from gates import FLOATS, Case, assert_same_bits, hold_bounds, make_case, normal, run, wide
-
-INF = math.inf
-
-
-def seeded(draw: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(draw)
 
 
 def packed(cu_q, cu_k, heads, kv_heads, dim, dtype, place=lambda x: x, draw=0, **options):

@@ -9,13 +9,8 @@ import pytest
 import torch
 
 import onefold
+from draws import INF, seeded
 from gates import UNIT, Case, assert_same_bits, hold_bounds, make_case, normal, run, wide
-
-INF = math.inf
-
-
-def seeded(draw: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(draw)
 
 
 def assert_empty(found, rows=slice(None)):

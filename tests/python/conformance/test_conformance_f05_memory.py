@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 import onefold
 from buffers import guarded, poisoned_allocations, surrounded
+from draws import INF, NAN, seeded
 from gates import Case, Found, assert_same_bits, make_case, normal, run, wide
-
-NAN, INF = math.nan, math.inf
-
-
-def seeded(draw: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(draw)
 
 
 def cache_case(dtype, batch, queries, length, heads, dim, used, fill, place):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -11,13 +10,8 @@ import torch
 
 import onefold
 from buffers import guarded, poisoned_allocations, surrounded, surroundings
+from draws import INF, NAN, seeded
 from gates import FLOATS, Case, assert_same_bits, hold_bounds, make_case, normal, run, wide
-
-NAN, INF = math.nan, math.inf
-
-
-def seeded(draw: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(draw)
 
 
 def test_f06_1_the_cotangent_of_a_sum_has_strides_of_zero(dtype, device, place):

@@ -4,12 +4,12 @@ keys that it sees, and with one-hot cotangents so is a row of the gradient of v.
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
 
 import onefold
+from draws import INF, seeded
 from gates import (
     FLOATS,
     Case,
@@ -23,12 +23,6 @@ from gates import (
     wide,
 )
 from naive import visible
-
-INF = math.inf
-
-
-def seeded(draw: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(draw)
 
 
 def seen_by(device, sq, sk, heads=1, kv_heads=1, batch=1, dtype=torch.float32, **options):

@@ -11,13 +11,8 @@ import torch
 
 import onefold
 from buffers import poisoned_allocations, sparse
+from draws import NAN, seeded
 from gates import Case, Found, assert_same_bits, hold_bounds, hold_forward, make_case, normal, run
-
-INF, NAN = math.inf, math.nan
-
-
-def seeded(draw: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(draw)
 
 
 def merged(case: Case, cuts: list[int], device: str) -> Found:

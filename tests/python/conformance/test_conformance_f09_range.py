@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import onefold
+from draws import INF, seeded
 from gates import (
     UNIT,
     Case,
@@ -19,12 +20,6 @@ from gates import (
     normal,
     run,
 )
-
-INF = math.inf
-
-
-def seeded(draw: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(draw)
 
 
 @pytest.mark.parametrize("value", [133120.0, -133120.0, 1e10, 2.0**60])

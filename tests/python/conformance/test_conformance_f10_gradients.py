@@ -10,6 +10,7 @@ import torch
 from torch.autograd import gradcheck
 
 import onefold
+from draws import seeded
 from gates import (
     Case,
     Found,
@@ -22,12 +23,7 @@ from gates import (
     skip_unless_it_computes,
 )
 
-INF = math.inf
 FLOAT64 = torch.float64
-
-
-def seeded(draw: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(draw)
 
 
 def test_f10_1_a_loss_of_lse_alone(dtype, device, place):

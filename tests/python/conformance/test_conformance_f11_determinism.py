@@ -8,12 +8,9 @@ import pytest
 import torch
 
 import onefold
+from draws import seeded
 from gates import UNIT, Case, assert_same_bits, hold_bounds, make_case, normal, run, wide
 from naive import kept, visible
-
-
-def seeded(draw: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(draw)
 
 
 @pytest.mark.parametrize("causal", [False, True])

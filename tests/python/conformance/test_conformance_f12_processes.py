@@ -5,31 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
 import onefold
+from draws import seeded
 from gates import Case, Found, assert_same_bits, hold_bounds, make_case, normal, run
+from processes import python
 
 ISAS = ("avx512", "avx2", "baseline")
-
-
-def seeded(draw: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(draw)
-
-
-def python(code: str, timeout: int = 120, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program with this interpreter."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, **env},
-    )
 
 
 def test_f12_1_tensors_of_a_device_without_a_backend_are_refused_by_name():

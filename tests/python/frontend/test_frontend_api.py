@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +22,7 @@ import onefold  # noqa: E402
 from onefold import _core  # noqa: E402
 from onefold._commands import cli  # noqa: E402
 from onefold._options import NAMES, SEED, arguments  # noqa: E402
+from processes import output_of  # noqa: E402
 
 
 def make_inputs(dtype=torch.float64, sq=3, sk=10, requires_grad=False):
@@ -224,10 +223,7 @@ def test_a_forked_child_computes_too():
         "    os._exit(0 if torch.equal(onefold.attention(x, x, x), expected) else 1)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert run.returncode == 0, run.stderr
+    output_of(code)
 
 
 @pytest.mark.parametrize("order", ["import onefold, torch", "import torch, onefold"])
@@ -238,10 +234,7 @@ def test_the_first_call_may_be_a_compiled_one_in_either_order_of_imports(order):
         "call = torch.compile(onefold.attention, fullgraph=True, backend='aot_eager')\n"
         "assert torch.equal(call(x, x, x), x)\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert run.returncode == 0, run.stderr
+    output_of(code)
 
 
 # ---- the oracle ----

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 np = pytest.importorskip("numpy")
 
 import onefold  # noqa: E402
+from processes import output_of  # noqa: E402
 
 
 def make_inputs(dtype=np.float32, sq=3, sk=5, d=4, dv=3):
@@ -43,11 +41,7 @@ print("served")
 
 
 def test_everything_for_numpy_works_where_torch_cannot_be_imported():
-    run = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.endswith("served\n")
+    assert output_of(WITHOUT_TORCH).endswith("served\n")
 
 
 def test_importing_onefold_imports_neither_torch_nor_numpy_nor_rich_nor_matplotlib():
@@ -55,8 +49,7 @@ def test_importing_onefold_imports_neither_torch_nor_numpy_nor_rich_nor_matplotl
         "import onefold, sys;"
         "print([m for m in ('torch', 'numpy', 'rich', 'matplotlib') if m in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "[]\n"
+    assert output_of(code) == "[]\n"
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
@@ -197,3 +190,15 @@ def test_a_torch_tensor_beside_numpy_arrays_is_refused():
     q, k, v = make_inputs()
     with pytest.raises(TypeError, match=r"k is a Tensor: a numpy\.ndarray, as q is one, is needed"):
         onefold.attention(q, torch.from_numpy(k), v)
+
+
+def test_no_output_may_lie_in_the_seed():
+    memory = np.zeros(2 * 4 * 3 * 4 + 2, dtype=np.float32)
+    seed, out = memory[:2].view(np.int64), memory[: 2 * 3 * 4].reshape(1, 2, 3, 4)
+    x = np.ones((1, 2, 3, 4), dtype=np.float32)
+    with pytest.raises(ValueError, match="out shares memory with seed: an output needs memory"):
+        onefold.attention(x, x, x, dropout_p=0.5, seed=seed, out=out)
+    assert not memory.any()
+    apart = memory[2 : 2 + 2 * 3 * 4].reshape(1, 2, 3, 4)
+    expected = onefold.attention(x, x, x, dropout_p=0.5, seed=0)
+    assert np.array_equal(onefold.attention(x, x, x, dropout_p=0.5, seed=seed, out=apart), expected)

@@ -550,11 +550,15 @@ DOUBLE = torch.zeros(2, 3, 4, 4, dtype=torch.float64)
         ({"sinks": torch.ones(4).half()}, ValueError, "sinks is float16: float32 is needed"),
         ({"dropout_p": 0.5, "seed": 1.5}, TypeError, "seed is a float: an int or a one-element"),
         ({"dropout_p": 0.5, "seed": 2**64}, ValueError, "seed is 18446744073709551616: an integer"),
-        ({"dropout_p": 0.5, "seed": torch.ones(1)}, ValueError, "seed is one element of float32"),
+        (
+            {"dropout_p": 0.5, "seed": torch.ones(1)},
+            ValueError,
+            r"seed is float32 \(1,\): a number, or one",
+        ),
         (
             {"dropout_p": 0.5, "seed": torch.tensor([1, 2])},
             ValueError,
-            "seed is 2 elements of int64",
+            r"seed is int64 \(2,\): a number, or one",
         ),
         ({"score_mod": max}, NotImplementedError, "score_mod is not supported yet: bias="),
         ({"mask_mod": max}, NotImplementedError, "mask_mod is not supported yet: mask="),

@@ -6,11 +6,11 @@ Each case is a process of its own: threads that were started once stay.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
+
+from processes import output_of
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(
@@ -39,23 +39,18 @@ def started(*, numpy=False):
 """
 
 
-def output_of(code: str) -> list[int]:
+def numbers_of(code: str) -> list[int]:
     """The numbers that this code prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [int(word) for word in done.stdout.split()]
+    return [int(word) for word in output_of(PRELUDE + textwrap.dedent(code)).split()]
 
 
 def test_torch_s_number_of_threads_is_kept() -> None:
-    assert output_of("torch.set_num_threads(1); print(started())") == [0]
+    assert numbers_of("torch.set_num_threads(1); print(started())") == [0]
 
 
 def test_a_number_given_to_onefold_is_kept_whatever_torch_says() -> None:
     code = "torch.set_num_threads(1); onefold.set_num_threads(4); print(started())"
-    assert output_of(code) == [3]
+    assert numbers_of(code) == [3]
 
 
 def test_torch_s_number_means_nothing_to_numpy() -> None:
@@ -63,7 +58,7 @@ def test_torch_s_number_means_nothing_to_numpy() -> None:
     torch.set_num_threads(1)
     print(started(numpy=True), onefold.get_num_threads())
     """
-    new, all_there_are = output_of(code)
+    new, all_there_are = numbers_of(code)
     assert new == all_there_are - 1
 
 
@@ -85,7 +80,7 @@ def test_the_number_may_change_from_call_to_call_and_be_another_in_every_thread(
         thread.join()
     print(sum(torch.equal(out, found[0]) for out in found))
     """
-    assert output_of(code) == [5]
+    assert numbers_of(code) == [5]
 
 
 def test_explain_counts_with_torch_s_threads() -> None:
@@ -100,7 +95,7 @@ def test_explain_counts_with_torch_s_threads() -> None:
     onefold.set_num_threads(0); torch.set_num_threads(1)
     print(one, two, items())
     """
-    one, two, torch_s_one = output_of(code)
+    one, two, torch_s_one = numbers_of(code)
     assert torch_s_one == one != two
 
 
@@ -108,8 +103,4 @@ def test_explain_counts_with_torch_s_threads() -> None:
 def test_a_process_confined_to_one_processor_uses_one_thread() -> None:
     code = "print(started(), onefold.get_num_threads())"
     confine = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
-    done = subprocess.run(
-        [sys.executable, "-c", confine + PRELUDE + code],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert done.stdout.split() == ["0", "1"]
+    assert output_of(confine + PRELUDE + code).split() == ["0", "1"]
