@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from . import _core
 from . import _torch_ops as ops
@@ -25,17 +25,9 @@ from ._options import (
     type_error,
 )
 
-_SECOND_DERIVATIVE = (
-    "onefold.attention has no second derivative yet: use "
-    "torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH where you need one"
-)
 _TRANSFORM = (
     "onefold.{} does not work inside torch.func transforms (vmap, grad, jvp) yet: put what "
     "vmap would add into the batch axis, and use torch.autograd for gradients"
-)
-_FORWARD_MODE = (
-    "onefold.{} has no forward-mode derivative yet, and {} carries a tangent: use reverse mode, "
-    "torch.autograd.grad"
 )
 
 
@@ -139,15 +131,6 @@ def _refuse_transforms(function: str) -> None:
         raise NotImplementedError(_TRANSFORM.format(function))
 
 
-def _refuse_tangents(function: str, names: Sequence[str], tensors: Sequence[Any]) -> None:
-    """What is no tensor is for others to refuse."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    for name, tensor in zip(names, tensors, strict=True):
-        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(_FORWARD_MODE.format(function, name))
-
-
 place = ops.place
 
 
@@ -164,7 +147,7 @@ class _Attention(Function):
 
     @staticmethod
     def forward(ctx: Any, deterministic: bool, *question: Any) -> tuple[Tensor, Tensor]:
-        out, lse = ops.forward(question)
+        out, lse = ops.launch_forward(*question)
         ctx.set_materialize_grads(False)
         seed = question[SEED]
         tensor_seed = isinstance(seed, Tensor)
@@ -210,38 +193,27 @@ class _Gradients(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(_SECOND_DERIVATIVE)
+        raise NotImplementedError(ops.SECOND_DERIVATIVE)
 
 
 def attention(question: Arguments, deterministic: bool | None, return_lse: bool, out: Any) -> Any:
     """See `onefold.attention`."""
     _refuse_transforms("attention")
-    _refuse_tangents("attention", NAMES, question)
     ready = prepare(question)
     wanted = _requiring_gradient(ready)
     if out is not None:
         return _attention_into(ready, wanted, return_lse, out)
+    if ops.traced(ready[:NUM_ARRAYS]):
+        out, lse = ops.traced_forward(ready, deterministic)
+        return (out, lse) if return_lse else out
+    ops.refuse_tangents("attention", NAMES, ready)  # which the operators do themselves
     if wanted is not None:
         if deterministic is None:
             deterministic = wants_determinism()
-        if torch.compiler.is_compiling() and not deterministic:
-            out, lse = ops.forward(ready)  # the operator has these gradients, exported too
-        else:
-            if torch.compiler.is_compiling():
-                ready = _distinct(ready)
-            out, lse = _Attention.apply(deterministic, *ready)
+        out, lse = _Attention.apply(deterministic, *ready)
     else:
-        out, lse = ops.forward(ready, want_lse=return_lse)
+        out, lse = ops.launch_forward(*ready, want_lse=return_lse)
     return (out, lse) if return_lse else out
-
-
-def _distinct(question: Sequence[Any]) -> list[Any]:
-    """Self-attention passes one tensor twice, which Dynamo's autograd.Function does not take."""
-    ready = list(question)
-    for i in range(1, NUM_ARRAYS):
-        if ready[i] is not None and any(ready[i] is earlier for earlier in ready[:i]):
-            ready[i] = ready[i].view_as(ready[i])
-    return ready
 
 
 def _requiring_gradient(question: Sequence[Any]) -> str | None:
@@ -255,7 +227,14 @@ def _requiring_gradient(question: Sequence[Any]) -> str | None:
 
 def _attention_into(question: Arguments, wanted: str | None, return_lse: bool, out: Any) -> Any:
     _check_tensor("out", out)
-    _refuse_tangents("attention", ("out",), (out,))
+    if not torch.compiler.is_compiling():
+        ops.refuse_tangents("attention", (*NAMES, "out"), (*question, out))
+    elif ops.takes_tangents():
+        # An operator that writes has no autograd kernel that could look at its inputs.
+        raise NotImplementedError(
+            "out was given inside a forward-mode level (torch.func.jvp, forward_ad.dual_level): "
+            "leave out= away in compiled code, or close the level first"
+        )
     if wanted is not None:
         raise ValueError(
             f"out was given and {wanted} requires a gradient: leave out= away, or call under "
@@ -278,45 +257,25 @@ def _attention_into(question: Arguments, wanted: str | None, return_lse: bool, o
 class _MergeStates(Function):
     """outs (N, ..., D), lses (N, ...) -> out (..., D), lse (...)."""
 
-    @staticmethod
-    def forward(ctx: Any, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = ops.merge_states(outs, lses)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(outs, lses, out, lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, Any]:
-        outs, lses, out, lse = ctx.saved_tensors
-        # Part n's share of the union; a part that saw nothing has none, and neither does any part
-        # of a row that nobody saw, where the difference below would be -inf - -inf. It is replaced
-        # before exp and not after, where 0 * NaN would reach the second derivative.
-        empty = lses == -torch.inf
-        share = torch.exp((lses - lse).masked_fill(empty, -torch.inf))
-        douts = dlses = None
-        if dout is not None:
-            wide = dout.to(lse.dtype)
-            if ctx.needs_input_grad[0]:
-                douts = (share.unsqueeze(-1) * wide).to(outs.dtype)
-            if ctx.needs_input_grad[1]:
-                parts = outs.to(lse.dtype).masked_fill(empty.unsqueeze(-1), 0.0)
-                dlses = share * ((parts - out.to(lse.dtype)) * wide).sum(-1)
-        if dlse is not None and ctx.needs_input_grad[1]:
-            dlses = share * dlse if dlses is None else dlses + share * dlse
-        return douts, dlses
+    forward = staticmethod(ops.launch_merge_states)
+    setup_context = staticmethod(ops.keep_merge)
+    backward = staticmethod(ops.merge_backward)
 
 
 def merge_states(outs: Any, lses: Any) -> tuple[Tensor, Tensor]:
     """See `onefold.merge_states`."""
     _refuse_transforms("merge_states")
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
-    _refuse_tangents("merge_states", ("outs", "lses"), (outs, lses))
     heads_first = check_merge(outs, lses)
     rows = lses.transpose(-1, -2) if heads_first else lses
+    if ops.traced((outs, rows)):
+        out, lse = torch.ops.onefold.merge_states(outs, rows)
+        return out, lse.transpose(-1, -2) if heads_first else lse
+    ops.refuse_tangents("merge_states", ("outs", "lses"), (outs, lses))
     if torch.is_grad_enabled() and (outs.requires_grad or lses.requires_grad):
         out, lse = _MergeStates.apply(outs, rows)
     else:
-        out, lse = ops.merge_states(outs, rows)
+        out, lse = ops.launch_merge_states(outs, rows)
     return out, lse.transpose(-1, -2) if heads_first else lse
 
 

@@ -1,7 +1,8 @@
 """The torch operators: what a tracer sees of onefold.
 
-Made with torch.library.define / impl / register_fake; the autograd.Function stays outside of them.
-The launchers below are the operators' bodies and are called directly when nothing traces.
+Made with torch.library.define / impl / register_fake / register_autograd: they have their gradients
+themselves, so that every program that holds one has them. The launchers below are their bodies and
+are called directly when nothing traces.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _core
-from ._options import DIFFERENTIABLE, NUM_ARRAYS, SEED
+from ._options import DIFFERENTIABLE, NAMES, NUM_ARRAYS, SEED
 
 # A Scalar is a float that may also be known only when a compiled graph runs: scale=t.item().
 _QUESTION = (
@@ -34,6 +37,30 @@ _TAGS = tuple(
     for name in ("pt2_compliant_tag", "needs_exact_strides", "needs_fixed_stride_order")
     if hasattr(torch.Tag, name)
 )[:2]
+
+
+SECOND_DERIVATIVE = (
+    "onefold.attention has no second derivative yet: use "
+    "torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH where you need one"
+)
+_FORWARD_MODE = (
+    "onefold.{} has no forward-mode derivative yet, and {} carries a tangent: use reverse mode, "
+    "torch.autograd.grad"
+)
+
+
+def takes_tangents() -> bool:
+    """Whether a level of forward mode is open."""
+    return forward_ad._current_level >= 0
+
+
+def refuse_tangents(function: str, names: Sequence[str], tensors: Sequence[Any]) -> None:
+    """What is no tensor is for others to refuse."""
+    if not takes_tangents():
+        return
+    for name, tensor in zip(names, tensors, strict=True):
+        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(_FORWARD_MODE.format(function, name))
 
 
 # ---- launchers ----
@@ -82,7 +109,10 @@ def _lse_like(q: Tensor) -> Tensor:
     return q.new_empty(shape, dtype=dtype)
 
 
-def launch_forward(*question: Any, want_lse: bool = True) -> tuple[Tensor, Tensor | None]:
+def launch_forward(
+    *question: Any, deterministic: bool | None = None, want_lse: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """`deterministic` is for the gradients: forward always is."""
     q = question[0]
     out = _out_like(q, question[2])
     lse = _lse_like(q) if want_lse else None
@@ -154,7 +184,8 @@ def _define(name: str, schema: str) -> None:
     torch.library.define(f"onefold::{name}", schema, tags=_TAGS)
 
 
-_define("forward", f"({_QUESTION}) -> (Tensor out, Tensor lse)")
+# deterministic is that of the gradients; None: torch's own setting when the operator runs.
+_define("forward", f"({_QUESTION}, *, bool? deterministic=None) -> (Tensor out, Tensor lse)")
 _define("forward_into", f"({_QUESTION}, Tensor(a!) into) -> Tensor lse")
 _define(
     "backward",
@@ -177,7 +208,7 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 @torch.library.register_fake("onefold::forward")
-def _forward_fake(*question: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(*question: Any, deterministic: bool | None = None) -> tuple[Tensor, Tensor]:
     _check_shapes(question)
     return _out_like(question[0], question[2]), _lse_like(question[0])
 
@@ -203,32 +234,103 @@ def _merge_states_fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
 
 
-# ---- gradients of a program that holds the operator alone: exported, or traced ----
+# ---- their gradients ----
 
 
-def _keep_for_backward(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
+class _Fragment(torch.library.Library):
+    """Where gradients are registered. Torch drops a tangent without a word where no input requires
+    a gradient, so each autograd kernel first looks for one."""
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
+        if dispatch_key == "Autograd":
+            fn = _refusing_tangents(str(op_name).rpartition("::")[2], fn)
+        super().impl(op_name, fn, dispatch_key, **options)
+
+
+def _refusing_tangents(operator: str, kernel: Any) -> Any:
+    schema = getattr(torch.ops.onefold, operator).default._schema
+    function = "merge_states" if operator == "merge_states" else "attention"
+    spoken = dict(zip(_QUESTION_NAMES, NAMES, strict=True))
+    names = [spoken.get(a.name, a.name) for a in schema.arguments if not a.kwarg_only]
+
+    def checked(keyset: Any, *args: Any, **keywords: Any) -> Any:
+        refuse_tangents(function, names, args)
+        return kernel(keyset, *args, **keywords)
+
+    return checked
+
+
+_QUESTION_NAMES = [argument.split()[1] for argument in _QUESTION.split(", ")]
+_FRAGMENT = _Fragment("onefold", "FRAGMENT")
+
+
+def _keep_attention(
+    ctx: Any,
+    inputs: Sequence[Any],
+    keyword_only_inputs: dict[str, Any],
+    output: tuple[Tensor, Tensor],
+) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[: SEED + 1], *output)
     ctx.scalars = inputs[SEED + 1 :]
+    ctx.deterministic = keyword_only_inputs["deterministic"]
+    if ctx.deterministic is None:
+        ctx.deterministic = torch.are_deterministic_algorithms_enabled()
 
 
-def _operator_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+def _attention_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     *tensors, out, lse = ctx.saved_tensors
     question = (*tensors, *ctx.scalars)
     result: list[Any] = [None] * len(question)
     if dout is None and dlse is None:
         return tuple(result)
     needs = [ctx.needs_input_grad[i] for i in DIFFERENTIABLE]
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    gradients = torch.ops.onefold.backward(dout, dlse, *question, out, lse, deterministic, needs)
+    gradients = torch.ops.onefold.backward(
+        dout, dlse, *question, out, lse, ctx.deterministic, needs
+    )
     for i, need, gradient in zip(DIFFERENTIABLE, needs, gradients, strict=True):
         result[i] = gradient if need else None
     return tuple(result)
 
 
-torch.library.register_autograd(
-    "onefold::forward", _operator_backward, setup_context=_keep_for_backward
-)
+def _no_second_derivative(ctx: Any, *_: Any) -> Any:
+    raise NotImplementedError(SECOND_DERIVATIVE)
+
+
+def keep_merge(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, *output)
+
+
+def merge_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, Any]:
+    """Made of torch's own operators, so that there is a second derivative."""
+    outs, lses, out, lse = ctx.saved_tensors
+    # Part n's share of the union; a part that saw nothing has none, and neither does any part of a
+    # row that nobody saw, where the difference below would be -inf - -inf. It is replaced before
+    # exp and not after, where 0 * NaN would reach the second derivative.
+    empty = lses == -torch.inf
+    share = torch.exp((lses - lse).masked_fill(empty, -torch.inf))
+    douts = dlses = None
+    if dout is not None:
+        wide = dout.to(lse.dtype)
+        if ctx.needs_input_grad[0]:
+            douts = (share.unsqueeze(-1) * wide).to(outs.dtype)
+        if ctx.needs_input_grad[1]:
+            parts = outs.to(lse.dtype).masked_fill(empty.unsqueeze(-1), 0.0)
+            dlses = share * ((parts - out.to(lse.dtype)) * wide).sum(-1)
+    if dlse is not None and ctx.needs_input_grad[1]:
+        dlses = share * dlse if dlses is None else dlses + share * dlse
+    return douts, dlses
+
+
+for _name, _derivative, _keep in (
+    ("forward", _attention_backward, _keep_attention),
+    ("backward", _no_second_derivative, None),
+    ("merge_states", merge_backward, keep_merge),
+):
+    torch.library.register_autograd(
+        f"onefold::{_name}", _derivative, setup_context=_keep, lib=_FRAGMENT
+    )
 
 
 # ---- which of the two ----
@@ -241,29 +343,34 @@ def traced(tensors: Sequence[Tensor | None]) -> bool:
         return True
     if torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None:
         return True
+    if torch._C._len_torch_function_stack() > 0 and _len_torch_dispatch_stack_pre_dispatch() > 0:
+        return True  # make_fx(pre_dispatch=True)
     for t in tensors:  # a generator in any() would cost a microsecond
         if t is not None and type(t) is not Tensor and type(t) is not torch.nn.Parameter:
             return True
     return False
 
 
-def _seed_tensor(question: Sequence[Any]) -> list[Any]:
-    """An operator's seed is a tensor."""
+def _for_operator(question: Sequence[Any]) -> list[Any]:
+    """An operator's seed is a tensor and its integers have 64 bits: as a window or a length, larger
+    ones mean the same as the largest."""
     ready = list(question)
     if isinstance(ready[SEED], int):
         ready[SEED] = torch.full((1,), ready[SEED], dtype=torch.int64, device=ready[0].device)
+    for i in range(SEED + 1, len(ready)):
+        if type(ready[i]) is int and not -(2**63) <= ready[i] < 2**63:
+            ready[i] = 2**63 - 1 if ready[i] > 0 else -(2**63)
     return ready
 
 
-def forward(question: Sequence[Any], want_lse: bool = True) -> tuple[Tensor, Tensor | None]:
-    if traced(question[:NUM_ARRAYS]):
-        return torch.ops.onefold.forward(*_seed_tensor(question))
-    return launch_forward(*question, want_lse=want_lse)
+def traced_forward(question: Sequence[Any], deterministic: bool | None) -> tuple[Tensor, Tensor]:
+    """The operator, which has its own gradients and refuses tangents."""
+    return torch.ops.onefold.forward(*_for_operator(question), deterministic=deterministic)
 
 
 def forward_into(question: Sequence[Any], out: Tensor) -> Tensor:
     if traced((*question[:NUM_ARRAYS], out)):
-        return torch.ops.onefold.forward_into(*_seed_tensor(question), out)
+        return torch.ops.onefold.forward_into(*_for_operator(question), out)
     lse = launch_forward_into(*question, out)
     torch.autograd.graph.increment_version(out)
     return lse
@@ -280,13 +387,7 @@ def backward(
 ) -> list[Tensor | None]:
     if traced((dout, dlse, out, lse, *question[:NUM_ARRAYS])):
         gradients = torch.ops.onefold.backward(
-            dout, dlse, *_seed_tensor(question), out, lse, deterministic, list(needs)
+            dout, dlse, *_for_operator(question), out, lse, deterministic, list(needs)
         )
         return [g if need else None for g, need in zip(gradients, needs, strict=True)]
     return launch_backward(dout, dlse, *question, out, lse, deterministic, needs)
-
-
-def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    if traced((outs, lses)):
-        return torch.ops.onefold.merge_states(outs, lses)
-    return launch_merge_states(outs, lses)

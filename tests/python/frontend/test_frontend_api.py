@@ -20,6 +20,7 @@ np = pytest.importorskip("numpy")
 
 from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 
+import frontend_inputs  # noqa: E402
 import onefold  # noqa: E402
 from onefold import _core  # noqa: E402
 from onefold._commands import cli  # noqa: E402
@@ -27,15 +28,7 @@ from onefold._options import NAMES, SEED, arguments  # noqa: E402
 
 
 def make_inputs(dtype=torch.float64, sq=3, sk=10, requires_grad=False):
-    """q with 4 heads, k and v with 2."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((2, sq, 4, 4), (2, sk, 2, 4), (2, sk, 2, 4))
-    return [
-        torch.randn(s, generator=generator, dtype=torch.float64)
-        .to(dtype)
-        .requires_grad_(requires_grad)
-        for s in shapes
-    ]
+    return frontend_inputs.make_inputs(dtype, requires_grad, sq=sq, sk=sk, dv=4)
 
 
 def parts_of(q, k, v, borders):

@@ -13,26 +13,8 @@ from torch.autograd import gradcheck  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import onefold  # noqa: E402
+from frontend_inputs import make_inputs, random  # noqa: E402
 from onefold import _core  # noqa: E402
-
-
-def make_inputs(dtype=torch.float64, requires_grad=True, batch=2, sq=3, sk=5, d=4, dv=3):
-    """q with 4 heads, k and v with 2."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((batch, sq, 4, d), (batch, sk, 2, d), (batch, sk, 2, dv))
-    return [
-        torch.randn(s, generator=generator, dtype=torch.float64)
-        .to(dtype)
-        .requires_grad_(requires_grad)
-        for s in shapes
-    ]
-
-
-def random(*shape, dtype=torch.float64, requires_grad=True):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    return x.requires_grad_(requires_grad)
-
 
 # ---- gradients ----
 
