@@ -6,6 +6,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from ._options import type_error
+
 
 def front_end(array: Any, name: str = "q") -> ModuleType:
     """`_torch` or `_numpy`. Both offer the same functions."""
@@ -19,6 +21,4 @@ def front_end(array: Any, name: str = "q") -> ModuleType:
         from . import _numpy
 
         return _numpy
-    raise TypeError(
-        f"{name} is a {type(array).__name__}: a torch.Tensor or a numpy.ndarray is needed"
-    )
+    raise type_error(name, array, "a torch.Tensor or a numpy.ndarray")

@@ -67,7 +67,7 @@ def _beside(q: Tensor, name: str, given: Any) -> Any:
     if isinstance(given, (list, tuple)):
         _refuse_copy_in_capture(q, name, "a list")
         return torch.tensor(index_list(name, given), dtype=torch.int64, device=q.device)
-    if isinstance(given, Tensor) and given.device != q.device:
+    if isinstance(given, Tensor) and given.device != q.device and (given.is_cpu or given.is_cuda):
         _refuse_copy_in_capture(q, name, f"on {given.device}")
         return given.to(q.device)
     return given
@@ -75,10 +75,10 @@ def _beside(q: Tensor, name: str, given: Any) -> Any:
 
 def _check_host_lengths(question: Arguments) -> None:
     """Refuses wrong lengths of a call on a GPU, for which nothing is read back, where all are still
-    on the host: by the plan of the same call on the CPU, for which q, k and v are only shapes."""
+    on the host: as the same call on the CPU would, for which q, k and v are only shapes."""
     q, k, v = question[:3]
     given = {i: question[i] for i in INDEX_ARRAYS if question[i] is not None}
-    if not given or torch.compiler.is_compiling():
+    if not given or ops.traced((q, k, v)):
         return
     if not all(isinstance(x, Tensor) for x in (k, v)):
         return
@@ -88,11 +88,12 @@ def _check_host_lengths(question: Arguments) -> None:
         return
     same: list[Any] = [None] * NUM_ARRAYS + list(question[NUM_ARRAYS:])
     for i, x in enumerate((q, k, v)):
-        same[i] = ops.stand_in(x)
+        same[i] = ops.shape_alone(x)
     for i, x in given.items():
-        same[i] = x if isinstance(x, Tensor) else torch.tensor(index_list(NAMES[i], x))
+        lengths = x if isinstance(x, Tensor) else torch.tensor(index_list(NAMES[i], x))
+        same[i] = lengths.resolve_neg()
     same[SEED] = 0
-    _core.plan(*same, None, False, *ops.place(same[0]))
+    _core.check_forward(*same, None)
 
 
 def _refuse_copy_in_capture(q: Tensor, name: str, what: str) -> None:
@@ -245,8 +246,6 @@ def _attention_into(question: Arguments, wanted: str | None, return_lse: bool, o
             "out requires a gradient, which writing into it would lose: a tensor that does not is "
             "needed, or call under torch.no_grad()"
         )
-    if not torch.compiler.is_compiling() and out.is_neg():
-        raise ValueError("out is a negated view: a tensor that owns its sign is needed")
     lse = ops.forward_into(question, out)
     return (out, lse) if return_lse else out
 
@@ -269,7 +268,7 @@ def merge_states(outs: Any, lses: Any) -> tuple[Tensor, Tensor]:
     heads_first = check_merge(outs, lses)
     rows = lses.transpose(-1, -2) if heads_first else lses
     if ops.traced((outs, rows)):
-        out, lse = torch.ops.onefold.merge_states(outs, rows)
+        out, lse = ops.traced_merge_states(outs, rows)
         return out, lse.transpose(-1, -2) if heads_first else lse
     ops.refuse_tangents("merge_states", ("outs", "lses"), (outs, lses))
     if torch.is_grad_enabled() and (outs.requires_grad or lses.requires_grad):
@@ -279,8 +278,14 @@ def merge_states(outs: Any, lses: Any) -> tuple[Tensor, Tensor]:
     return out, lse.transpose(-1, -2) if heads_first else lse
 
 
+def _check_part(name: str, tensor: Any, like: str) -> None:
+    _check_tensor(name, tensor, like)
+    if tensor.is_nested or tensor.layout != torch.strided:
+        _core.check_tensor(tensor, name)
+
+
 def _stacked(name: str, parts: Any) -> Tensor:
-    check_parts(name, parts, _check_tensor)
+    check_parts(name, parts, _check_part)
     return torch.stack(list(parts)) if isinstance(parts, (list, tuple)) else parts
 
 

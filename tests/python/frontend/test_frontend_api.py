@@ -112,7 +112,7 @@ def test_numpy_parts_merge_to_the_bits_of_torch_parts():
     ("outs", "lses", "error", "sentence"),
     [
         ([], [], ValueError, "outs is empty: at least one part is needed"),
-        ([1], [1], TypeError, "outs is a int: a torch.Tensor or a numpy.ndarray is needed"),
+        ([1], [1], TypeError, "outs is an int: a torch.Tensor or a numpy.ndarray is needed"),
         (
             torch.ones(2, 3, 4),
             torch.ones(2, 4),
