@@ -410,9 +410,8 @@ NB_MODULE(_core, m) {
   m.def("check_forward", &check_forward);
   m.def("check_backward", &check_backward);
   m.def("check_merge_states", &check_merge);
-  m.def("check_tensor", [](nb::handle tensor, const char* name) {
-    tensor_from_python(tensor, {name});
-  });
+  m.def("check_tensor",
+        [](nb::handle tensor, const char* name) { tensor_from_python(tensor, {name}); });
   m.def("set_num_threads",
         [](const nb::int_& count) { onefold::set_num_threads(*optional_integer(count, "count")); });
   m.def("num_threads", [] { return onefold::num_threads(); });

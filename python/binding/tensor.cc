@@ -247,7 +247,7 @@ std::string type_text(nb::handle object) {
   if (object.is_none()) return "None";
   const std::string name = text_of(object.type().attr("__name__"));
   const bool vowel = std::string_view("aeiouAEIOU").find(name.front()) != std::string_view::npos;
-  return (vowel ? "an " : "a ") + name;
+  return (vowel || name == "ndarray" ? "an " : "a ") + name;
 }
 
 Tensor tensor_from_python(nb::handle object, const Expected& expected) {

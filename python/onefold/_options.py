@@ -139,7 +139,7 @@ def kind_of(value: Any) -> str:
     if value is None:
         return "None"
     kind = type(value).__name__
-    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+    return f"{'an' if kind[0] in 'aeiouAEIOU' or kind == 'ndarray' else 'a'} {kind}"
 
 
 class Described:
@@ -268,7 +268,7 @@ def _seed(seed: Any) -> Any:
     """An int in [-2^63, 2^64) as the signed 64-bit number of the same bits; arrays as they are."""
     if isinstance(seed, Integral) and not is_bool(seed):
         return _as_signed(int(seed))
-    if seed is None or (hasattr(seed, "shape") and not is_bool(seed)):
+    if seed is None or (hasattr(type(seed), "shape") and not is_bool(seed)):
         return seed
     raise type_error("seed", seed, "an int or a one-element int64 array")
 

@@ -98,7 +98,7 @@ def _check_host_lengths(question: Arguments) -> None:
 
 def _refuse_copy_in_capture(q: Tensor, name: str, what: str) -> None:
     """A copy from the host would put this call's values into every replay."""
-    if torch.compiler.is_compiling() or not q.is_cuda:
+    if not q.is_cuda or ops.traced((q,)):
         return
     if torch.cuda.is_current_stream_capturing():
         raise ValueError(
@@ -266,7 +266,11 @@ def merge_states(outs: Any, lses: Any) -> tuple[Tensor, Tensor]:
     _refuse_transforms("merge_states")
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
     heads_first = check_merge(outs, lses)
-    rows = lses.transpose(-1, -2) if heads_first else lses
+    try:
+        rows = lses.transpose(-1, -2) if heads_first else lses
+    except RuntimeError:  # a view of nothing
+        _core.check_tensor(lses, "lses")
+        raise
     if ops.traced((outs, rows)):
         out, lse = ops.traced_merge_states(outs, rows)
         return out, lse.transpose(-1, -2) if heads_first else lse

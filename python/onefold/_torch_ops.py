@@ -171,8 +171,7 @@ def launch_merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         parts, rows, head_dim = outs.shape[0], lse.numel(), outs.shape[-1]
         flat_outs = outs.resolve_neg().reshape(parts, rows, head_dim)
         flat_lses = lses.resolve_neg().reshape(parts, rows)
-    except (RuntimeError, IndexError):  # the shapes do not fit, or a tensor is without memory
-        check_merge(outs, lses, heads_first=False)
+    except RuntimeError:  # a tensor is without memory of its own
         _core.check_tensor(outs, "outs")
         _core.check_tensor(lses, "lses")
         raise
@@ -207,10 +206,10 @@ def _describe(tensors: Sequence[Tensor | None]) -> list[Described | None]:
             described.append(Described(x.shape, x.dtype, zeros, _device(x), addressof(_ZERO)))
         else:
             storage = x.untyped_storage()
-            known = [n for n, other in enumerate(storages) if other is storage]
-            storages.append(storage)
-            room = 1 + (known[0] if known else len(storages))
-            address = room * _ROOM + x.storage_offset() * x.element_size()
+            room = next((n for n, known in enumerate(storages) if known is storage), len(storages))
+            if room == len(storages):
+                storages.append(storage)
+            address = (1 + room) * _ROOM + x.storage_offset() * x.element_size()
             described.append(Described(x.shape, x.dtype, x.stride(), _device(x), address))
     return described
 
@@ -286,7 +285,12 @@ _define("merge_states", "(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)"
 _DEVICES = ("cpu", "cuda")
 torch.library.impl("onefold::forward", _DEVICES)(launch_forward)
 torch.library.impl("onefold::forward_into", _DEVICES)(launch_forward_into)
-torch.library.impl("onefold::merge_states", _DEVICES)(launch_merge_states)
+
+
+@torch.library.impl("onefold::merge_states", _DEVICES)
+def _merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    check_merge(outs, lses, heads_first=False)
+    return launch_merge_states(outs, lses)
 
 
 @torch.library.impl("onefold::backward", _DEVICES)

@@ -300,3 +300,41 @@ def test_a_number_known_only_when_the_graph_runs_is_taken(option):
             for out in (f(*inputs, torch.tensor(value)) for f in (compiled, attend))
         )
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+HUGE = [
+    {"window": (2**63, None)},
+    {"window": (None, 2**70)},
+    {"window": (-(2**63) - 1, 2**64)},
+    {"seed": 2**64 - 1, "dropout_p": 0.5},
+    {"scale": 2**64},
+    {"softcap": 2**70},
+]
+
+
+@pytest.mark.parametrize("options", HUGE, ids=str)
+def test_numbers_beyond_64_bits_mean_the_same_compiled_and_eager(options):
+    def call(q, k, v):
+        return onefold.attention(q, k, v, causal="top_left", **options)
+
+    inputs = square_inputs(requires_grad=False)
+    assert torch.equal(traced(call)(*inputs), call(*inputs))
+
+
+def test_longest_lengths_beyond_64_bits_mean_the_same_compiled_and_eager():
+    q, k, v = (x[0] for x in square_inputs(requires_grad=False))
+    offsets = torch.tensor([0, 2, 5])
+
+    def call(q):
+        return onefold.attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q=offsets,
+            cu_seqlens_k=offsets,
+            max_seqlen_q=2**63,
+            max_seqlen_k=2**64,
+            mask=torch.ones(1, 1, dtype=torch.bool),
+        )
+
+    assert torch.equal(traced(call)(q), call(q))

@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.library import opcheck  # noqa: E402
@@ -153,8 +154,6 @@ def test_make_fx_records_operators_in_both_directions():
 
 
 def test_fake_tensors_get_fake_results_of_the_real_shape():
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
     real = onefold.attention(*square_inputs(), return_lse=True)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) for x in square_inputs()]
@@ -174,27 +173,97 @@ WRONG = [
     ({"sinks": torch.zeros(3)}, "^heads of sinks is 3"),
     ({"seqused_k": torch.zeros(3, dtype=torch.int64)}, "seqused_k .*3"),
     ({"softcap": -1.0}, "^softcap is -1"),
+    ({"out": torch.zeros(2, 5, 4, 9)}, r"^out has shape \(2, 5, 4, 9\)"),
+    ({"out": torch.zeros(2, 5, 4, 8).half()}, "^out is float16: q is float32"),
+    ({"out": torch.zeros(5, 4, 8)}, "^out has 3 axes"),
+    ({"out": torch.zeros(1, 5, 4, 8).expand(2, 5, 4, 8)}, "^out has stride 0 on axis 0"),
 ]
 
 
 @pytest.mark.parametrize(("given", "match"), WRONG, ids=[" ".join(given) for given, _ in WRONG])
 def test_a_tracer_is_told_what_is_wrong_in_the_words_of_the_call(given, match):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     q, k, v = square_inputs(requires_grad=False)
     arguments = {"q": q, "k": k, "v": v, **given}
+    assert_refused_alike(onefold.attention, arguments, match)
+
+
+def overlapping():
+    """Outputs that share memory with an input, and the input's name."""
+    q, k, v = square_inputs(requires_grad=False)
+    wide = torch.zeros(2, 5, 4, 16)
+    yield {"q": q, "k": k, "v": v, "out": q}, "q"
+    yield {"q": q, "k": q, "v": q.clone(), "out": q[:]}, "q"
+    yield {"q": wide[..., :8], "k": k, "v": v, "out": wide[..., 4:12]}, "q"
+    yield {"q": wide[..., :8], "k": k, "v": v, "bias": q[0, :, 0, :5], "out": q}, "bias"
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_an_output_in_the_memory_of_an_input_is_refused_by_tracers_too(case):
+    arguments, name = list(overlapping())[case]
+    assert_refused_alike(onefold.attention, arguments, f"^out shares memory with {name}: ")
+    with pytest.raises(ValueError, match=f"out shares memory with {name}: "):
+        torch.compile(lambda given: onefold.attention(**given), backend="aot_eager")(arguments)
+
+
+def test_an_output_beside_the_inputs_in_one_buffer_is_taken_by_tracers_too():
+    whole = torch.randn(2, 5, 4, 4, 8)
+    q, k, v, out = whole.unbind(3)
+    expected = onefold.attention(q, k, v)
+    assert torch.equal(traced(onefold.attention)(q, k, v, out=out), expected)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"dout": torch.zeros(2, 5, 4, 9)}, r"^dout has shape \(2, 5, 4, 9\)"),
+        ({"dout": torch.zeros(2, 5, 4, 8).half()}, "^dout is float16: q is float32"),
+        ({"dlse": torch.zeros(2, 4, 6)}, "^rows of dlse is 6"),
+        ({"dlse": torch.zeros(2, 4, 5).double()}, "^dlse is float64: float32 is needed"),
+        ({"out": torch.zeros(2, 5, 4)}, "^out has 3 axes"),
+        ({"lse": torch.zeros(2, 4)}, "^lse has 2 axes"),
+    ],
+)
+def test_the_operator_of_the_gradients_is_told_what_is_wrong_while_it_is_traced(given, match):
+    asked = question()
+    out, lse = torch.ops.onefold.forward(*asked)
+    arguments = {"dout": out, "dlse": lse, "out": out, "lse": lse, **given}
+
+    def call(dout, dlse, out, lse):
+        needs = [True] * 6
+        return torch.ops.onefold.backward(dout, dlse, *asked, out, lse, False, needs)
+
+    assert_refused_alike(call, arguments, match)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"lses": torch.zeros(3, 2, 5)}, r"^lses has shape \(3, 2, 5\): it does not fit outs"),
+        ({"outs": torch.zeros(3, 4), "lses": torch.zeros(3)}, "^outs has 2 axes"),
+        ({"lses": torch.zeros(3, 2, 5, 4).half()}, "^lses is float16: float32 or float64"),
+        ({"outs": torch.zeros(3, 2, 5, 4, 8, dtype=torch.int32)}, "^outs is int32: a float dtype"),
+    ],
+)
+def test_the_operator_that_merges_is_told_what_is_wrong_while_it_is_traced(given, match):
+    arguments = {"outs": torch.zeros(3, 2, 5, 4, 8), "lses": torch.zeros(3, 2, 5, 4), **given}
+    assert_refused_alike(torch.ops.onefold.merge_states, arguments, match)
+
+
+def assert_refused_alike(call, arguments, match):
+    """By the call, of fake tensors, and by a compiler before it has made a graph."""
     with pytest.raises(ValueError, match=match) as real:
-        onefold.attention(**arguments)
-    with FakeTensorMode() as mode:
+        call(**arguments)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = {
             name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x
             for name, x in arguments.items()
         }
         with pytest.raises(ValueError) as fake:
-            onefold.attention(**fakes)
+            call(**fakes)
     assert str(fake.value) == str(real.value)
     with pytest.raises(Exception, match=re.escape(str(real.value))):  # Dynamo wraps it
-        torch.compile(onefold.attention, fullgraph=True, backend=never_reached)(**arguments)
+        torch.compile(call, fullgraph=True, backend=never_reached)(**arguments)
 
 
 def never_reached(graph, inputs):
@@ -203,8 +272,6 @@ def never_reached(graph, inputs):
 
 def test_lengths_of_a_tracer_are_not_read():
     """Offsets and lengths have no values yet, so none is refused."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode():
         q, k = torch.zeros(9, 4, 8), torch.zeros(9, 2, 8)
         cu = torch.zeros(4, dtype=torch.int32)

@@ -431,7 +431,7 @@ DOUBLE = torch.zeros(2, 3, 4, 4, dtype=torch.float64)
         ({"q": DOUBLE.int()}, ValueError, "q is int32: float32"),
         ({"q": DOUBLE.to("meta")}, NotImplementedError, "q is on meta: .* the CPU and on CUDA"),
         ({"k": DOUBLE.to("meta")}, NotImplementedError, "k is on meta: .* the CPU and on CUDA"),
-        ({"q": DOUBLE.float().to_sparse()}, NotImplementedError, "q is a Tensor .*sparse_coo"),
+        ({"q": DOUBLE.float().to_sparse()}, NotImplementedError, "q has layout torch.sparse_coo"),
         ({"k": 3}, TypeError, "k is an int: a torch.Tensor, as q is one, is needed"),
         ({"v": None}, TypeError, "v is None: a torch.Tensor, as q is one"),
         ({"scale": torch.tensor(1.0)}, TypeError, "scale is a Tensor: a Python number is needed"),
