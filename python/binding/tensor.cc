@@ -157,6 +157,7 @@ bool read_dtype(const std::string& text, DType& out) {
 
 Tensor from_attributes(nb::handle object, const Expected& expected) {
   const char* name = expected.name;
+  if (is(object, "is_nested") || is(object, "is_quantized")) refuse_memory(object, name);
   const nb::object shape = object.attr("shape");
   Tensor t = with_rank(name, static_cast<std::int64_t>(nb::len(shape)));
   if (!read_dtype(dtype_text(object), t.dtype)) refuse_dtype(object, expected);

@@ -192,7 +192,7 @@ std::string describe_reasons(const Problem& p, const CpuWork& w, const CpuFacts&
   if (p.variant.scale_only()) {
     line("scores are only scaled, which costs nothing: q is multiplied by scale * log2(e) once");
   } else {
-    line("softcap, bias, mask or slopes change scores one by one, so scaling is a step of its own");
+    line("softcap, bias or slopes change scores one by one, so scaling is a step of its own");
   }
   for (const auto& [name, rows] : {std::pair{"q", p.q}, {"k", p.k}, {"v", p.v}}) {
     if (rows.dim != 1 && (w.tiled > 0 || w.decoding == 0)) {
