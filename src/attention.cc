@@ -175,6 +175,17 @@ std::vector<std::string> compile_ahead(int arch, const Attention& attention,
   return built;
 }
 
+// A question that its device answers: this one, or where there is none here, the newest known.
+Problem checked_problem(const Context& context, const Attention& attention) {
+  Problem problem = make_problem(attention, context.device);
+  if (on_cuda(context)) {
+    constexpr int kNewestArch = 1210;
+    const bool here = cuda::find_driver(nullptr) != nullptr;
+    check_supported(problem, here ? cuda_facts(context) : cuda_facts_of(kNewestArch));
+  }
+  return problem;
+}
+
 BackwardWants wanted(const Problem& p, const BackwardTensors& t) {
   BackwardWants w;
   w.dq = bool(t.dq);
@@ -300,6 +311,29 @@ void backward(const Context& context, const Attention& attention, const Tensor& 
       plan_backward(problem, wanted(problem, tensors), cpu::facts(call.executor->concurrency()));
   const std::shared_ptr<void> memory = workspace(context, work.workspace_bytes);
   cpu::run_backward(problem, work, tensors, *call.executor, static_cast<std::byte*>(memory.get()));
+} catch (...) {
+  rethrow_as_error();
+}
+
+void check(const Context& context, const Attention& attention,
+           const std::optional<Tensor>& out) try {
+  const Problem problem = checked_problem(context, attention);
+  if (out) make_forward(problem, attention, *out, std::nullopt);
+} catch (...) {
+  rethrow_as_error();
+}
+
+void check(const Context& context, const Attention& attention, const Tensor& out, const Tensor& lse,
+           const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse) try {
+  const Problem problem = checked_problem(context, attention);
+  make_backward(problem, attention, out, lse, dout, dlse, {});
+} catch (...) {
+  rethrow_as_error();
+}
+
+void check_merge_states(const Context& context, const Tensor& outs, const Tensor& lses,
+                        const Tensor& out, const Tensor& lse) try {
+  check_merge(outs, lses, out, lse, context.device);
 } catch (...) {
   rethrow_as_error();
 }

@@ -132,10 +132,20 @@ void backward(const Context& context, const Attention& attention, const Tensor& 
               const Tensor& lse, const std::optional<Tensor>& dout,
               const std::optional<Tensor>& dlse, const Gradients& gradients);
 
+// Throw what forward and backward would, as far as the arguments alone tell, and run nothing. Of
+// tensors on the CPU offsets, lengths and the seed are read, of all others addresses alone count.
+void check(const Context& context, const Attention& attention,
+           const std::optional<Tensor>& out = std::nullopt);
+void check(const Context& context, const Attention& attention, const Tensor& out, const Tensor& lse,
+           const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse);
+
 // Merges partial results over disjoint sets of keys. outs: (N, ..., D) as (N, R, D) and lses
 // (N, R), natural; writes out (R, D) and lse (R). At most one part may carry the sink.
 void merge_states(const Context& context, const Tensor& outs, const Tensor& lses, const Tensor& out,
                   const Tensor& lse);
+// Throws what that would and reads nothing.
+void check_merge_states(const Context& context, const Tensor& outs, const Tensor& lses,
+                        const Tensor& out, const Tensor& lse);
 
 // Threads of onefold's own pool; 0 = as many as the process may use.
 void set_num_threads(std::int64_t count);

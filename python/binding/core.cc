@@ -71,8 +71,7 @@ constexpr std::array<const char*, kNumArguments> kArgumentNames = {"q",
                                                                    "max_seqlen_k"};
 
 [[noreturn]] void wrong_type(const char* name, nb::handle object, const char* needed) {
-  throw nb::type_error(
-      concat(name, " is a ", type_text(object), ": ", needed, " is needed").c_str());
+  throw nb::type_error(concat(name, " is ", type_text(object), ": ", needed, " is needed").c_str());
 }
 
 std::optional<double> optional_number(nb::handle object, const char* name) {
@@ -228,8 +227,11 @@ bool is_plain_tensor(nb::handle object, const nb::tuple& host) {
   if (!type.is(item(host, kTensorType)) && !type.is(item(host, kParameterType))) return false;
   if (nb::cast<bool>(item(host, kIsNeg)(object))) return false;
   try {
-    return tensor_from_python(object, {"q"}).rank == 4;
+    const Tensor tensor = tensor_from_python(object, {"q"});
+    return tensor.rank == 4 && (tensor.data != nullptr || tensor.elements() == 0);
   } catch (const Error&) {
+    return false;
+  } catch (const nb::python_error&) {
     return false;
   }
 }
@@ -386,6 +388,40 @@ void call_merge_states(const nb::args& args) {
   merge_states(place.context, parts, part_lses, merged, merged_lse);
 }
 
+// ---- what the calls would refuse, told without running them ----
+
+// The arguments, then out or None.
+void check_forward(const nb::args& args) {
+  check_count(args, 1, "check_forward");
+  const Attention attention = read_attention(args, 0);
+  Context context;
+  context.device = attention.q.device;
+  check(context, attention, optional_tensor(args[kNumArguments], output("out")));
+}
+
+// dout, dlse, the arguments, out, lse.
+void check_backward(const nb::args& args) {
+  check_count(args, 4, "check_backward");
+  const std::optional<Tensor> dout = optional_tensor(args[0], {"dout"});
+  const std::optional<Tensor> dlse = optional_tensor(args[1], {"dlse"});
+  const Attention attention = read_attention(args, 2);
+  const Tensor out = tensor_from_python(args[2 + kNumArguments], {"out"});
+  const Tensor lse = tensor_from_python(args[3 + kNumArguments], {"lse"});
+  Context context;
+  context.device = attention.q.device;
+  check(context, attention, out, lse, dout, dlse);
+}
+
+// outs, lses, out, lse.
+void check_merge(nb::handle outs, nb::handle lses, nb::handle out, nb::handle lse) {
+  const Tensor parts = tensor_from_python(outs, {"outs"});
+  Context context;
+  context.device = parts.device;
+  check_merge_states(context, parts, tensor_from_python(lses, {"lses"}),
+                     tensor_from_python(out, output("out")),
+                     tensor_from_python(lse, output("lse")));
+}
+
 // Two packed arrays, then seconds.
 double call_read_rate(nb::handle first, nb::handle second, double seconds) {
   std::vector<std::span<const std::byte>> memory;
@@ -471,6 +507,11 @@ NB_MODULE(_core, m) {
   m.def("warm_up", &call_warm_up);
   m.def("prebuild", &call_prebuild);
   m.def("merge_states", &call_merge_states);
+  m.def("check_forward", &check_forward);
+  m.def("check_backward", &check_backward);
+  m.def("check_merge_states", &check_merge);
+  m.def("check_tensor",
+        [](nb::handle tensor, const char* name) { tensor_from_python(tensor, {name}); });
   m.def("set_num_threads",
         [](const nb::int_& count) { onefold::set_num_threads(*optional_integer(count, "count")); });
   m.def("num_threads", [] { return onefold::num_threads(); });

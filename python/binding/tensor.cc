@@ -3,6 +3,7 @@
 #include <array>
 #include <cstring>
 #include <string>
+#include <string_view>
 
 #include "dlpack_abi.h"
 #include "onefold/error.h"
@@ -32,12 +33,15 @@ Tensor with_rank(const char* name, std::int64_t rank) {
   return t;
 }
 
-void check_memory(const Tensor& t, const char* name) {
-  if (t.data == nullptr && t.elements() != 0) {
-    invalid(name, " has ", t.elements(),
-            " elements but a null data pointer (a fake tensor or a freed storage): real memory is "
-            "needed");
+void check_memory(nb::handle object, const Tensor& t, const char* name) {
+  if (t.data != nullptr || t.elements() == 0) return;
+  const nb::object zeros = nb::getattr(object, "_is_zerotensor", nb::none());
+  if (!zeros.is_none() && nb::cast<bool>(zeros())) {
+    invalid(name, " is torch._efficientzerotensor, zeros without memory: torch.zeros is needed");
   }
+  invalid(name, " has ", t.elements(),
+          " elements but a null data pointer (a fake or functional tensor, or a freed storage): ",
+          "real memory is needed");
 }
 
 // ---- torch by the DLPack C exchange table ----
@@ -90,15 +94,31 @@ bool read_dtype(dlpack::DataType dtype, DType& out) {
   return false;
 }
 
+bool is(nb::handle object, const char* property) {
+  return nb::cast<bool>(nb::getattr(object, property, nb::bool_(false)));
+}
+
+// What gives no address, or is elsewhere.
 [[noreturn]] void refuse_memory(nb::handle object, const char* name) {
   PyErr_Clear();
-  const nb::object device = nb::getattr(object, "device", nb::none());
-  const nb::object layout = nb::getattr(object, "layout", nb::none());
-  unsupported(
-      name, " is a ", type_text(object), " on device ", text_of(device), " with layout ",
-      text_of(layout),
-      " and gives no memory address (sparse, or wrapped by a transform such as vmap): a dense "
-      "tensor on the CPU or a CUDA device is needed");
+  if (is(object, "is_nested")) {
+    unsupported(name, " is a nested tensor: a dense one is needed, padded, or packed and with the ",
+                "offsets in cu_seqlens_q and cu_seqlens_k");
+  }
+  const std::string layout = text_of(nb::getattr(object, "layout", nb::none()));
+  if (layout != "torch.strided") {
+    unsupported(name, " has layout ", layout, ": a dense tensor is needed, as to_dense() gives");
+  }
+  if (is(object, "is_quantized")) {
+    unsupported(name, " is quantized: a tensor of floats is needed, as dequantize() gives");
+  }
+  const std::string where = text_of(object.attr("device").attr("type"));
+  if (where != "cpu" && where != "cuda") {
+    unsupported(name, " is on ", where, ": a tensor on the CPU or a CUDA device is needed");
+  }
+  unsupported(name,
+              " is wrapped by a transform such as vmap and has no memory of its own: a tensor ",
+              "from outside of it is needed");
 }
 
 Tensor from_exchange(nb::handle object, const dlpack::ExchangeTable& table,
@@ -122,7 +142,7 @@ Tensor from_exchange(nb::handle object, const dlpack::ExchangeTable& table,
     packed *= dl.shape[axis];
   }
   t.data = dl.data == nullptr ? nullptr : static_cast<std::byte*>(dl.data) + dl.byte_offset;
-  check_memory(t, name);
+  check_memory(object, t, name);
   return t;
 }
 
@@ -137,6 +157,7 @@ bool read_dtype(const std::string& text, DType& out) {
 
 Tensor from_attributes(nb::handle object, const Expected& expected) {
   const char* name = expected.name;
+  if (is(object, "is_nested") || is(object, "is_quantized")) refuse_memory(object, name);
   const nb::object shape = object.attr("shape");
   Tensor t = with_rank(name, static_cast<std::int64_t>(nb::len(shape)));
   if (!read_dtype(dtype_text(object), t.dtype)) refuse_dtype(object, expected);
@@ -154,7 +175,7 @@ Tensor from_attributes(nb::handle object, const Expected& expected) {
   } catch (const nb::python_error&) {  // torch has no address or no strides to give
     refuse_memory(object, name);
   }
-  check_memory(t, name);
+  check_memory(object, t, name);
   return t;
 }
 
@@ -217,13 +238,18 @@ Tensor from_array_struct(nb::handle object, const nb::object& capsule, const Exp
     t.stride[axis] = array->strides[axis] / array->itemsize;
   }
   t.data = array->data;
-  check_memory(t, name);
+  check_memory(object, t, name);
   return t;
 }
 
 }  // namespace
 
-std::string type_text(nb::handle object) { return text_of(object.type().attr("__name__")); }
+std::string type_text(nb::handle object) {
+  if (object.is_none()) return "None";
+  const std::string name = text_of(object.type().attr("__name__"));
+  const bool vowel = std::string_view("aeiouAEIOU").find(name.front()) != std::string_view::npos;
+  return (vowel || name == "ndarray" ? "an " : "a ") + name;
+}
 
 Tensor tensor_from_python(nb::handle object, const Expected& expected) {
   if (const auto* table = exchange_table(Py_TYPE(object.ptr()))) {
@@ -234,7 +260,7 @@ Tensor tensor_from_python(nb::handle object, const Expected& expected) {
   if (PyCapsule_CheckExact(capsule.ptr())) {
     return from_array_struct(object, capsule, expected);
   }
-  throw nb::type_error(concat(expected.name, " is a ", type_text(object),
+  throw nb::type_error(concat(expected.name, " is ", type_text(object),
                               ": a torch tensor or a NumPy array is needed")
                            .c_str());
 }

@@ -23,7 +23,7 @@ struct Expected {
 
 Tensor tensor_from_python(nanobind::handle object, const Expected& expected);
 
-// The name of the object's type, for an error's sentence.
+// The name of the object's type with its article, for an error's sentence: "an int".
 std::string type_text(nanobind::handle object);
 
 }  // namespace onefold::python

@@ -10,6 +10,7 @@ from . import _core
 from ._dispatch import front_end
 from ._options import (
     DIFFERENTIABLE,
+    Arguments,
     Causal,
     Options,
     Window,
@@ -17,11 +18,12 @@ from ._options import (
     from_options,
     in_order,
     integer,
+    refuse_keyword,
     refuse_mods,
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Never, Unpack
 
 
 def attention(
@@ -51,6 +53,7 @@ def attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
     out: Any = None,
+    **misspelt: Never,
 ) -> Any:
     r"""Exact softmax attention of torch tensors, on the CPU or a CUDA device, or NumPy arrays.
 
@@ -71,8 +74,9 @@ def attention(
         scale: any finite number; default 1 / sqrt(D).
         causal: ``True`` or ``"bottom_right"``: query i sees key j when j <= i + Sk - Sq;
             ``"top_left"``: when j <= i.
-        window: keys visible to the left and right of the diagonal, inclusive; None is unbounded,
-            and -1, elsewhere a word for that, here is a border one key beyond the diagonal. The
+        window: (left, right): key j is visible when diagonal - left <= j <= diagonal + right. None
+            is unbounded; other libraries write -1 for that, but here a negative number means what
+            it says: (None, -1) shows the keys before the diagonal, and (-1, 0) none at all. The
             diagonal is the bottom-right one unless ``causal="top_left"``.
         softcap: 0 is off; in units of the scaled scores.
         alibi_slopes: (Hq,) or (B, Hq), float32 (or float64 when q is). Differentiable.
@@ -114,6 +118,10 @@ def attention(
         refuse_mods(score_mod=score_mod, mask_mod=mask_mod, aux=aux)
     if deterministic is not None or type(return_lse) is not bool:
         check_flags(deterministic, return_lse)
+    if misspelt:
+        refuse_keyword(
+            "attention", next(iter(misspelt)), (*Options.__annotations__, "return_lse", "out")
+        )
     question = in_order(
         q,
         k,
@@ -138,7 +146,7 @@ def attention(
     return front_end(q).attention(question, deterministic, return_lse, out)
 
 
-def merge_states(outs: Any, lses: Any) -> tuple[Any, Any]:
+def merge_states(outs: Any, lses: Any, **misspelt: Never) -> tuple[Any, Any]:
     """Merges attention results over disjoint sets of keys into the result over their union.
 
     Args:
@@ -151,6 +159,8 @@ def merge_states(outs: Any, lses: Any) -> tuple[Any, Any]:
         (out, lse) in the same layouts. Differentiable in both for torch tensors:
         out = sum_n exp(lse_n - lse) out_n,  lse = log sum_n exp(lse_n).
     """
+    if misspelt:
+        refuse_keyword("merge_states", next(iter(misspelt)), ("outs", "lses"))
     first = outs
     if isinstance(outs, (list, tuple)):
         if not outs:
@@ -219,7 +229,7 @@ def explain(
     """
     check_flags(deterministic, return_lse)
     module = front_end(q)
-    question = module.prepare(from_options("explain", q, k, v, options))
+    question = _described_by_memory(module, from_options("explain", q, k, v, options))
     given = [question[i] is not None for i in DIFFERENTIABLE]
     if deterministic is None:
         deterministic = module.wants_determinism()
@@ -230,6 +240,12 @@ def explain(
     )
     print(explanation)
     return explanation
+
+
+def _described_by_memory(module: Any, question: Arguments) -> Arguments:
+    """As a call of `_core` takes it."""
+    ready = module.prepare(question)
+    return tuple(map(module.resolve, ready))
 
 
 def warmup(
@@ -261,7 +277,7 @@ def warmup(
     """
     check_flags(deterministic, return_lse)
     module = front_end(q)
-    question = module.prepare(from_options("warmup", q, k, v, options))
+    question = _described_by_memory(module, from_options("warmup", q, k, v, options))
     needs = [getattr(question[i], "requires_grad", False) for i in DIFFERENTIABLE]
     if backward is None:
         backward = any(needs)

@@ -46,6 +46,18 @@ def prebuild(*question_needs_deterministic_arch: Any) -> list[str]:
 def merge_states(*outs_lses_out_lse_stream: Any) -> None:
     """outs (N, R, D), lses (N, R) into out (R, D), lse (R,)."""
 
+def check_forward(*question_out: Any) -> None:
+    """Raises what `forward` would, as far as the arguments tell, and runs nothing; out or None."""
+
+def check_backward(*dout_dlse_question_out_lse: Any) -> None:
+    """Likewise for `backward`."""
+
+def check_merge_states(outs: Any, lses: Any, out: Any, lse: Any) -> None:
+    """Likewise for `merge_states`."""
+
+def check_tensor(tensor: Any, name: str) -> None:
+    """Raises for what is no array with memory of its own."""
+
 def set_num_threads(count: int) -> None: ...
 def num_threads() -> int: ...
 def info() -> str: ...

@@ -6,6 +6,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from ._options import type_error
+
 _loaded: dict[str, ModuleType] = {}  # an import statement costs a call a third of a microsecond
 
 
@@ -21,9 +23,7 @@ def front_end(array: Any, name: str = "q") -> ModuleType:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(array, numpy.ndarray):
         return _loaded.get("numpy") or _load_numpy()
-    raise TypeError(
-        f"{name} is a {type(array).__name__}: a torch.Tensor or a numpy.ndarray is needed"
-    )
+    raise type_error(name, array, "a torch.Tensor or a numpy.ndarray")
 
 
 def _load_torch() -> ModuleType:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from . import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+    from typing import NoReturn
 
 Causal = bool | Literal["bottom_right", "top_left"]
 Window = tuple[int | None, int | None]
@@ -124,10 +125,20 @@ def from_options(
     options = dict(options)
     refuse_mods(**{name: options.pop(name, None) for name in _MOD_ALTERNATIVES})
     check_flags(options.pop("deterministic", None), False)
-    for name in options:
-        if name not in Options.__annotations__:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    unknown = [name for name in options if name not in Options.__annotations__]
+    if unknown:
+        known = {"explain": (*Options.__annotations__, "return_lse")}
+        refuse_keyword(function, unknown[0], known.get(function, Options.__annotations__))
     return arguments(q, k, v, options)
+
+
+def refuse_keyword(function: str, name: str, known: Iterable[str]) -> NoReturn:
+    """Raises for a keyword that there is not; with the one that was meant, perhaps."""
+    import difflib
+
+    near = difflib.get_close_matches(name, known, n=1)
+    advice = f": did you mean {near[0]!r}?" if near else ""
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{advice}")
 
 
 def index_list(name: str, values: Any) -> list[int]:
@@ -149,7 +160,31 @@ def refuse_mods(**given: Callable[..., Any] | Sequence[Any] | None) -> None:
 
 
 def type_error(name: str, value: Any, needed: str) -> TypeError:
-    return TypeError(f"{name} is a {type(value).__name__}: {needed} is needed")
+    return TypeError(f"{name} is {kind_of(value)}: {needed} is needed")
+
+
+def kind_of(value: Any) -> str:
+    """Its type with an article."""
+    if value is None:
+        return "None"
+    kind = type(value).__name__
+    return f"{'an' if kind[0] in 'aeiouAEIOU' or kind == 'ndarray' else 'a'} {kind}"
+
+
+class Described:
+    """An array that is only described, with as much of torch.Tensor's face as `_core` looks at."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: Any, strides: Sequence[int], device: Any, address: int
+    ) -> None:
+        self.shape, self.dtype, self.device = tuple(shape), dtype, device
+        self._strides, self._address = tuple(strides), address
+
+    def stride(self) -> tuple[int, ...]:
+        return self._strides
+
+    def data_ptr(self) -> int:
+        return self._address
 
 
 def _is_symbolic(value: Any) -> bool:
@@ -204,16 +239,19 @@ def check_parts(name: str, parts: Any, check_array: Callable[[str, Any, str], No
                 )
 
 
-def check_merge(outs: Any, lses: Any) -> bool:
-    """Whether heads come before rows in lses, (N, B, H, Sq); raises for shapes that do not fit."""
+def check_merge(outs: Any, lses: Any, heads_first: bool | None = None) -> bool:
+    """Whether heads come before rows in lses, (N, B, H, Sq), as they do by default where there are
+    heads; raises for shapes that do not fit."""
     shape, lse_shape = tuple(outs.shape), tuple(lses.shape)
     if len(shape) < 3:
+        axes = "axis" if len(shape) == 1 else "axes"
         raise ValueError(
-            f"outs has {len(shape)} axes, shape {shape}: parts of (rows, head_dim) or of more axes "
-            "are needed"
+            f"outs has {len(shape)} {axes}, shape {shape}: parts of (rows, head_dim) or of more "
+            "axes are needed"
         )
     needed = shape[:-1]
-    heads_first = len(shape) > 3
+    if heads_first is None:
+        heads_first = len(shape) > 3
     if heads_first:
         needed = (*shape[:-3], shape[-2], shape[-3])
     if lse_shape != needed:
@@ -259,7 +297,7 @@ def _seed(seed: Any) -> Any:
     """An int in [-2^63, 2^64) as the signed 64-bit number of the same bits; arrays as they are."""
     if isinstance(seed, Integral) and not is_bool(seed):
         return _as_signed(int(seed))
-    if seed is None or (hasattr(seed, "shape") and not is_bool(seed)):
+    if seed is None or (hasattr(type(seed), "shape") and not is_bool(seed)):
         return seed
     raise type_error("seed", seed, "an int or a one-element int64 array")
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._api import attention
 from ._dispatch import front_end
-from ._options import check_flag
+from ._options import check_flag, refuse_keyword
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
 
 Shape = tuple[int, ...]
 
@@ -34,6 +38,7 @@ def sdpa(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **misspelt: Never,
 ) -> Any:
     """torch.nn.functional.scaled_dot_product_attention, for torch tensors and NumPy arrays.
 
@@ -57,6 +62,8 @@ def sdpa(
         ValueError: attn_mask together with is_causal=True, or shapes that do not fit.
         TypeError, NotImplementedError: as from `attention`.
     """
+    if misspelt:
+        refuse_keyword("sdpa", next(iter(misspelt)), inspect.signature(sdpa).parameters)
     check_flag("is_causal", is_causal)
     check_flag("enable_gqa", enable_gqa)
     if attn_mask is not None and is_causal:
@@ -65,7 +72,8 @@ def sdpa(
     for name, array in zip(("query", "key", "value"), given, strict=True):
         front_end(array, name)
         if array.ndim < 2:
-            raise ValueError(f"{name} has {array.ndim} axes: (..., length, head_dim) is needed")
+            axes = "axis" if array.ndim == 1 else "axes"
+            raise ValueError(f"{name} has {array.ndim} {axes}: (..., length, head_dim) is needed")
     # Missing leading axes become axes of extent 1; the third from the end serves as heads whatever
     # it means to the caller.
     ndim = max(a.ndim for a in given)

@@ -25,17 +25,9 @@ from ._options import (
     type_error,
 )
 
-_SECOND_DERIVATIVE = (
-    "onefold.attention has no second derivative yet: use "
-    "torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH where you need one"
-)
 _TRANSFORM = (
     "onefold.{} does not work inside torch.func transforms (vmap, grad, jvp) yet: put what "
     "vmap would add into the batch axis, and use torch.autograd for gradients"
-)
-_FORWARD_MODE = (
-    "onefold.{} has no forward-mode derivative yet, and {} carries a tangent: use reverse mode, "
-    "torch.autograd.grad"
 )
 
 
@@ -75,7 +67,7 @@ def _beside(q: Tensor, name: str, given: Any) -> Any:
     if isinstance(given, (list, tuple)):
         _refuse_copy_in_capture(q, name, "a list")
         return torch.tensor(index_list(name, given), dtype=torch.int64, device=q.device)
-    if isinstance(given, Tensor) and given.device != q.device:
+    if isinstance(given, Tensor) and given.device != q.device and (given.is_cpu or given.is_cuda):
         _refuse_copy_in_capture(q, name, f"on {given.device}")
         return given.to(q.device)
     return given
@@ -83,10 +75,10 @@ def _beside(q: Tensor, name: str, given: Any) -> Any:
 
 def _check_host_lengths(question: Arguments) -> None:
     """Refuses wrong lengths of a call on a GPU, for which nothing is read back, where all are still
-    on the host: by the plan of the same call on the CPU, for which q, k and v are only shapes."""
+    on the host: as the same call on the CPU would, for which q, k and v are only shapes."""
     q, k, v = question[:3]
     given = {i: question[i] for i in INDEX_ARRAYS if question[i] is not None}
-    if not given or torch.compiler.is_compiling():
+    if not given or ops.traced((q, k, v)):
         return
     if not all(isinstance(x, Tensor) for x in (k, v)):
         return
@@ -96,16 +88,17 @@ def _check_host_lengths(question: Arguments) -> None:
         return
     same: list[Any] = [None] * NUM_ARRAYS + list(question[NUM_ARRAYS:])
     for i, x in enumerate((q, k, v)):
-        same[i] = ops.stand_in(x)
+        same[i] = ops.shape_alone(x)
     for i, x in given.items():
-        same[i] = x if isinstance(x, Tensor) else torch.tensor(index_list(NAMES[i], x))
+        lengths = x if isinstance(x, Tensor) else torch.tensor(index_list(NAMES[i], x))
+        same[i] = lengths.resolve_neg()
     same[SEED] = 0
-    _core.plan(*same, None, False, *ops.place(same[0]))
+    _core.check_forward(*same, None)
 
 
 def _refuse_copy_in_capture(q: Tensor, name: str, what: str) -> None:
     """A copy from the host would put this call's values into every replay."""
-    if torch.compiler.is_compiling() or not q.is_cuda:
+    if not q.is_cuda or ops.traced((q,)):
         return
     if torch.cuda.is_current_stream_capturing():
         raise ValueError(
@@ -139,15 +132,6 @@ def _refuse_transforms(function: str) -> None:
         raise NotImplementedError(_TRANSFORM.format(function))
 
 
-def _refuse_tangents(function: str, names: Sequence[str], tensors: Sequence[Any]) -> None:
-    """What is no tensor is for others to refuse."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    for name, tensor in zip(names, tensors, strict=True):
-        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(_FORWARD_MODE.format(function, name))
-
-
 place = ops.place
 
 
@@ -164,7 +148,7 @@ class _Attention(Function):
 
     @staticmethod
     def forward(ctx: Any, deterministic: bool, *question: Any) -> tuple[Tensor, Tensor]:
-        out, lse = ops.forward(question)
+        out, lse = ops.launch_forward(*question)
         ctx.set_materialize_grads(False)
         seed = question[SEED]
         tensor_seed = isinstance(seed, Tensor)
@@ -252,7 +236,7 @@ class _Gradients(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(_SECOND_DERIVATIVE)
+        raise NotImplementedError(ops.SECOND_DERIVATIVE)
 
 
 def attention(question: Arguments, deterministic: bool | None, return_lse: bool, out: Any) -> Any:
@@ -261,22 +245,20 @@ def attention(question: Arguments, deterministic: bool | None, return_lse: bool,
     if not rare and _core.is_plain(question, ops.PLAIN):
         return _plain_attention(question, deterministic, return_lse)
     _refuse_transforms("attention")
-    _refuse_tangents("attention", NAMES, question)
     ready = prepare(question)
     wanted = _requiring_gradient(ready)
     if out is not None:
         return _attention_into(ready, wanted, return_lse, out)
+    if ops.traced(ready[:NUM_ARRAYS]):
+        out, lse = ops.traced_forward(ready, deterministic)
+        return (out, lse) if return_lse else out
+    ops.refuse_tangents("attention", NAMES, ready)  # which the operators do themselves
     if wanted is not None:
         if deterministic is None:
             deterministic = wants_determinism()
-        if torch.compiler.is_compiling() and not deterministic:
-            out, lse = ops.forward(ready)  # the operator has these gradients, exported too
-        else:
-            if torch.compiler.is_compiling():
-                ready = _distinct(ready)
-            out, lse = _Attention.apply(deterministic, *ready)
+        out, lse = _Attention.apply(deterministic, *ready)
     else:
-        out, lse = ops.forward(ready, want_lse=return_lse)
+        out, lse = ops.launch_forward(*ready, want_lse=return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -287,15 +269,6 @@ def _plain_attention(question: Arguments, deterministic: bool | None, return_lse
     if deterministic is None:
         deterministic = wants_determinism()
     return _apply_plainly(question, deterministic, return_lse, q, k, v)
-
-
-def _distinct(question: Sequence[Any]) -> list[Any]:
-    """Self-attention passes one tensor twice, which Dynamo's autograd.Function does not take."""
-    ready = list(question)
-    for i in range(1, NUM_ARRAYS):
-        if ready[i] is not None and any(ready[i] is earlier for earlier in ready[:i]):
-            ready[i] = ready[i].view_as(ready[i])
-    return ready
 
 
 def _requiring_gradient(question: Sequence[Any]) -> str | None:
@@ -309,7 +282,14 @@ def _requiring_gradient(question: Sequence[Any]) -> str | None:
 
 def _attention_into(question: Arguments, wanted: str | None, return_lse: bool, out: Any) -> Any:
     _check_tensor("out", out)
-    _refuse_tangents("attention", ("out",), (out,))
+    if not torch.compiler.is_compiling():
+        ops.refuse_tangents("attention", (*NAMES, "out"), (*question, out))
+    elif ops.takes_tangents():
+        # An operator that writes has no autograd kernel that could look at its inputs.
+        raise NotImplementedError(
+            "out was given inside a forward-mode level (torch.func.jvp, forward_ad.dual_level): "
+            "leave out= away in compiled code, or close the level first"
+        )
     if wanted is not None:
         raise ValueError(
             f"out was given and {wanted} requires a gradient: leave out= away, or call under "
@@ -320,8 +300,6 @@ def _attention_into(question: Arguments, wanted: str | None, return_lse: bool, o
             "out requires a gradient, which writing into it would lose: a tensor that does not is "
             "needed, or call under torch.no_grad()"
         )
-    if not torch.compiler.is_compiling() and out.is_neg():
-        raise ValueError("out is a negated view: a tensor that owns its sign is needed")
     lse = ops.forward_into(question, out)
     return (out, lse) if return_lse else out
 
@@ -332,50 +310,40 @@ def _attention_into(question: Arguments, wanted: str | None, return_lse: bool, o
 class _MergeStates(Function):
     """outs (N, ..., D), lses (N, ...) -> out (..., D), lse (...)."""
 
-    @staticmethod
-    def forward(ctx: Any, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = ops.merge_states(outs, lses)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(outs, lses, out, lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, Any]:
-        outs, lses, out, lse = ctx.saved_tensors
-        # Part n's share of the union; a part that saw nothing has none, and neither does any part
-        # of a row that nobody saw, where the difference below would be -inf - -inf. It is replaced
-        # before exp and not after, where 0 * NaN would reach the second derivative.
-        empty = lses == -torch.inf
-        share = torch.exp((lses - lse).masked_fill(empty, -torch.inf))
-        douts = dlses = None
-        if dout is not None:
-            wide = dout.to(lse.dtype)
-            if ctx.needs_input_grad[0]:
-                douts = (share.unsqueeze(-1) * wide).to(outs.dtype)
-            if ctx.needs_input_grad[1]:
-                parts = outs.to(lse.dtype).masked_fill(empty.unsqueeze(-1), 0.0)
-                dlses = share * ((parts - out.to(lse.dtype)) * wide).sum(-1)
-        if dlse is not None and ctx.needs_input_grad[1]:
-            dlses = share * dlse if dlses is None else dlses + share * dlse
-        return douts, dlses
+    forward = staticmethod(ops.launch_merge_states)
+    setup_context = staticmethod(ops.keep_merge)
+    backward = staticmethod(ops.merge_backward)
 
 
 def merge_states(outs: Any, lses: Any) -> tuple[Tensor, Tensor]:
     """See `onefold.merge_states`."""
     _refuse_transforms("merge_states")
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
-    _refuse_tangents("merge_states", ("outs", "lses"), (outs, lses))
     heads_first = check_merge(outs, lses)
-    rows = lses.transpose(-1, -2) if heads_first else lses
+    try:
+        rows = lses.transpose(-1, -2) if heads_first else lses
+    except RuntimeError:  # a view of nothing
+        _core.check_tensor(lses, "lses")
+        raise
+    if ops.traced((outs, rows)):
+        out, lse = ops.traced_merge_states(outs, rows)
+        return out, lse.transpose(-1, -2) if heads_first else lse
+    ops.refuse_tangents("merge_states", ("outs", "lses"), (outs, lses))
     if torch.is_grad_enabled() and (outs.requires_grad or lses.requires_grad):
         out, lse = _MergeStates.apply(outs, rows)
     else:
-        out, lse = ops.merge_states(outs, rows)
+        out, lse = ops.launch_merge_states(outs, rows)
     return out, lse.transpose(-1, -2) if heads_first else lse
 
 
+def _check_part(name: str, tensor: Any, like: str) -> None:
+    _check_tensor(name, tensor, like)
+    if tensor.is_nested or tensor.layout != torch.strided:
+        _core.check_tensor(tensor, name)
+
+
 def _stacked(name: str, parts: Any) -> Tensor:
-    check_parts(name, parts, _check_tensor)
+    check_parts(name, parts, _check_part)
     return torch.stack(list(parts)) if isinstance(parts, (list, tuple)) else parts
 
 

@@ -39,9 +39,17 @@ void for_each_input(const Attention& a, const Visit& visit) {
 
 void check_rank(const Tensor& t, const char* name, int rank) {
   if (t.rank == rank) return;
-  const bool packed = rank == 4 && t.rank == 3 && std::strcmp(name, "q") == 0;
-  invalid(name, " has ", t.rank, " axes, shape ", shape_text(t), ": ", rank, " are needed",
-          packed ? ", or cu_seqlens_q and cu_seqlens_k for packed sequences" : "");
+  const bool is_q = std::strcmp(name, "q") == 0;
+  const char* hint = "";
+  if (is_q && rank == 4 && t.rank == 3) {
+    hint = ", or cu_seqlens_q and cu_seqlens_k for packed sequences";
+  } else if (is_q && rank == 3 && t.rank == 4) {
+    hint =
+        ", (tokens, heads, head_dim), for cu_seqlens_q was given: flatten batch and seqlen, or "
+        "leave cu_seqlens_q and cu_seqlens_k away";
+  }
+  invalid(name, " has ", t.rank, t.rank == 1 ? " axis, shape " : " axes, shape ", shape_text(t),
+          ": ", rank, rank == 1 ? " is needed" : " are needed", hint);
 }
 
 void check_size(const Tensor& t, const char* name) {

@@ -146,22 +146,6 @@ bool is_aligned(const Rows& rows, std::int64_t dim) {
          rows.row % step == 0 && rows.head % step == 0;
 }
 
-void check_supported(const Problem& p, const CudaFacts& facts) {
-  if (p.dtype == DType::kFloat64) {
-    unsupported("q is float64 on CUDA: float16, bfloat16 or float32 is needed there");
-  }
-  if (facts.arch < 800) {
-    unsupported("q is on a device of compute capability ", facts.arch / 100, ".",
-                facts.arch / 10 % 10, ": 8.0 or later is needed");
-  }
-  if (p.dim > 256 || p.dim_v > 256) {
-    unsupported("head_dim is ", std::max(p.dim, p.dim_v), " on CUDA: at most 256 works there");
-  }
-  if (p.rows_q >= kMostRows || p.rows_k >= kMostRows) {
-    unsupported("seqlen is ", std::max(p.rows_q, p.rows_k), " on CUDA: fewer than 2^31 rows work");
-  }
-}
-
 Element element_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat32:
@@ -290,6 +274,22 @@ void plan_bias(const Problem& p, const Grid& dbias, const CudaFacts& facts, Back
 }
 
 }  // namespace
+
+void check_supported(const Problem& p, const CudaFacts& facts) {
+  if (p.dtype == DType::kFloat64) {
+    unsupported("q is float64 on CUDA: float16, bfloat16 or float32 is needed there");
+  }
+  if (facts.arch < 800) {
+    unsupported("q is on a device of compute capability ", facts.arch / 100, ".",
+                facts.arch / 10 % 10, ": 8.0 or later is needed");
+  }
+  if (p.dim > 256 || p.dim_v > 256) {
+    unsupported("head_dim is ", std::max(p.dim, p.dim_v), " on CUDA: at most 256 works there");
+  }
+  if (p.rows_q >= kMostRows || p.rows_k >= kMostRows) {
+    unsupported("seqlen is ", std::max(p.rows_q, p.rows_k), " on CUDA: fewer than 2^31 rows work");
+  }
+}
 
 CudaFacts cuda_facts_of(int arch) {
   // CUDA C++ programming guide, "Technical specifications per compute capability": KiB of shared

@@ -25,7 +25,9 @@ struct CudaFacts {
 // Of the devices of an architecture, for compiling without one; their multiprocessors are unknown.
 CudaFacts cuda_facts_of(int arch);
 
-// Throws Error for what no kernel does.
+// Throws Error for what no kernel does, as every plan.
+void check_supported(const Problem& problem, const CudaFacts& facts);
+
 kernels::ForwardPlan plan_cuda_forward(const Problem& problem, const ForwardTensors& tensors,
                                        const CudaFacts& facts);
 

@@ -168,12 +168,21 @@ std::string describe_kernel(const Problem& p, const CpuWork& w, const CpuFacts& 
 std::string describe_reasons(const Problem& p, const CpuWork& w, const CpuFacts& facts) {
   std::string text;
   const auto line = [&text](const auto&... parts) { text += concat(parts..., "\n"); };
-  line("backend cpu: q is on the CPU");
-  line("instruction set ", facts.isa, ": the widest this processor offers, unless ONEFOLD_BACKEND",
-       " says otherwise");
-  line("key tile ", w.tiles.keys, ": the same everywhere, so that results do not depend on caches");
-  if (p.variant.banded()) {
-    line("causal or window: key tiles outside the band are skipped, border tiles are masked");
+  line("runs on the CPU, because q is there, with ", w.workers,
+       w.workers == 1 ? " thread" : " threads");
+  line("with ", facts.isa, " instructions, the widest that this processor has (or what",
+       " ONEFOLD_BACKEND asks for)");
+  line("keys are taken ", w.tiles.keys, " at a time on every machine: the order of additions does",
+       " not depend on its caches");
+  if (w.tiled > 0 && w.decoding == 0 && w.not_decoding == nullptr) {
+    line("the path for decoding is not taken: it serves up to ", kSplitRows,
+         " rows of queries per key/value head");
+  }
+  if (p.variant.band_begin > p.variant.band_end) {
+    line("window hides every key from every query: None, not a negative number, is unbounded");
+  } else if (p.variant.banded()) {
+    line("causal or window: keys that no query of a tile sees are skipped, those at the border are",
+         " compared one by one");
   }
   if (!w.splits.empty()) {
     line("few queries: keys are split into stretches of ", kSplitKeys, ", merged in order");
@@ -189,10 +198,9 @@ std::string describe_reasons(const Problem& p, const CpuWork& w, const CpuFacts&
   if (p.mask) line("mask: read in place, tiles that it hides entirely are skipped");
   if (p.bias) line("bias: read in place, added to every tile");
   if (p.variant.scale_only()) {
-    line("scores are only scaled: scale and log2(e) are folded into q");
+    line("scores are only scaled, which costs nothing: q is multiplied by scale * log2(e) once");
   } else {
-    line("scores are modified: scale, cap, bias and slopes are applied in natural units, so the",
-         " fused scale is not used");
+    line("softcap, bias or slopes change scores one by one, so scaling is a step of its own");
   }
   for (const auto& [name, rows] : {std::pair{"q", p.q}, {"k", p.k}, {"v", p.v}}) {
     if (rows.dim != 1 && (w.tiled > 0 || w.decoding == 0)) {
@@ -204,7 +212,7 @@ std::string describe_reasons(const Problem& p, const CpuWork& w, const CpuFacts&
          " queries per head: heads alone are too few for ", facts.threads, " threads");
   }
   if (p.variant.dropout()) line("dropout: Philox4x32-10, drawn again in backward");
-  line("a value of v that is not finite reaches exactly the rows that see its key");
+  line("NaN and infinity in v reach the rows that see their key, and no other");
   return text;
 }
 

@@ -104,7 +104,7 @@ TEST(BadInput, gradients_of_options) {
            }},
           {"dtype of dbias", "dbias is float64 (4, 1, 4): float32 (4, 1, 4) is needed, as bias",
            [](Call& c) { c.g.dbias->dtype = DType::kFloat64; }},
-          {"rank of dslopes", "dslopes has 2 axes, shape (2, 4): 1 are needed",
+          {"rank of dslopes", "dslopes has 2 axes, shape (2, 4): 1 is needed",
            [](Call& c) {
              c.g.dslopes = tensor({2, 4}, DType::kFloat32, 4096 * 14);
            }},

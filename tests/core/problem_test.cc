@@ -110,11 +110,14 @@ TEST(BadInput, packed_sequences) {
           {"the other missing",
            "cu_seqlens_q is missing: packed sequences need cu_seqlens_q and cu_seqlens_k",
            [](Call& c) { c.a.cu_seqlens_q.reset(); }},
-          {"dense tensors", "q has 4 axes, shape (2, 3, 4, 5): 3 are needed",
+          {"dense tensors",
+           "q has 4 axes, shape (2, 3, 4, 5): 3 are needed, (tokens, heads, head_dim), for "
+           "cu_seqlens_q was given: flatten batch and seqlen, or leave cu_seqlens_q and "
+           "cu_seqlens_k away",
            [](Call& c) {
              c.a.q = tensor({2, 3, 4, 5});
            }},
-          {"offsets of two axes", "cu_seqlens_q has 2 axes, shape (1, 3): 1 are needed",
+          {"offsets of two axes", "cu_seqlens_q has 2 axes, shape (1, 3): 1 is needed",
            [](Call& c) {
              c.a.cu_seqlens_q = Tensor::packed(c.offsets_q.data(), DType::kInt64, {1, 3});
            }},
@@ -184,7 +187,7 @@ TEST(BadInput, used_lengths) {
            [](Call& c) { c.a.seqused_q->dtype = DType::kFloat64; }},
           {"too few", "length of seqused_k is 1: 2 is needed, from the number of sequences",
            [](Call& c) { c.a.seqused_k->shape[0] = 1; }},
-          {"two axes", "seqused_k has 2 axes, shape (2, 1): 1 are needed",
+          {"two axes", "seqused_k has 2 axes, shape (2, 1): 1 is needed",
            [](Call& c) {
              c.a.seqused_k = Tensor::packed(c.used_k.data(), DType::kInt64, {2, 1});
            }},

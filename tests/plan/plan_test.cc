@@ -530,7 +530,7 @@ TEST(Plan, reasons_name_what_was_asked_and_what_slows_it_down) {
   };
   const std::string plain = reasons(1);
   EXPECT_TRUE(has(plain, "split into stretches")) << plain;
-  EXPECT_TRUE(has(plain, "folded into q")) << plain;
+  EXPECT_TRUE(has(plain, "only scaled")) << plain;
   for (const char* absent : {"causal or window", "mask:", "bias:", "dropout", "last stride"}) {
     EXPECT_FALSE(has(plain, absent)) << absent;
   }
@@ -543,7 +543,7 @@ TEST(Plan, reasons_name_what_was_asked_and_what_slows_it_down) {
   const std::string full = reasons(8);
   for (const char* present :
        {"causal or window", "mask:", "bias:", "dropout", "last stride of k is 2",
-        "backward over 8 chunks", "fused scale is not used"}) {
+        "backward over 8 chunks", "scaling is a step of its own"}) {
     EXPECT_TRUE(has(full, present)) << present << " in\n" << full;
   }
 }

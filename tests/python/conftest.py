@@ -76,3 +76,13 @@ def one_torch_thread():
     yield
     torch.set_num_threads(before)
     onefold.set_num_threads(0)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing compiled before, nothing left behind."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

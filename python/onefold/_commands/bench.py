@@ -273,7 +273,8 @@ def measured(args: argparse.Namespace, console: Any) -> list[Record]:
     finally:
         torch.set_num_threads(before[0])
         _core.set_num_threads(before[1])
-    console.print(f"{len(todo)} cases in {time.monotonic() - start:.0f} s")
+    cases = f"{len(todo)} case{'' if len(todo) == 1 else 's'}"
+    console.print(f"{cases} in {time.monotonic() - start:.0f} s")
     return records
 
 

@@ -27,9 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "~/.cache), where the least recently used make room beyond 1 GiB."
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    actions.add_parser("list", help="what is in the cache").add_argument(
+    entries = actions.add_parser("list", help="what is in the cache, the last used first")
+    entries.add_argument(
         "--long", action="store_true", help="with folder names and the compiler's warnings"
     )
+    entries.add_argument("--limit", type=int, metavar="N", help="only the N last used")
     export = actions.add_parser("export", help="copy all kernels to another folder")
     export.add_argument("folder", help="made when it is not there")
     prebuild = actions.add_parser(
@@ -59,11 +61,16 @@ def age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def table(entries: list[dict[str, Any]], *, long: bool) -> str:
-    """One line per entry, the last used first."""
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def table(entries: list[dict[str, Any]], *, long: bool, limit: int | None = None) -> str:
+    """One line per entry, the last used first, at most `limit`."""
     rows = [("kernel", "target", "NVRTC", "regs", "spills", "compiled in", "KiB", "used")]
     notes = [""]
-    for entry in sorted(entries, key=lambda e: (-e["last_used"], e["name"], e["target"])):
+    in_order = sorted(entries, key=lambda e: (-e["last_used"], e["name"], e["target"]))
+    for entry in in_order[:limit]:
         rows.append(
             (
                 entry["name"],
@@ -106,12 +113,15 @@ def run(args: argparse.Namespace) -> int:
     if not folders:
         raise ValueError("there is no cache on disk: set ONEFOLD_CACHE_DIR or HOME")
     if args.action == "list":
+        if args.limit is not None and args.limit < 1:
+            raise ValueError(f"--limit is {args.limit}: at least 1 is needed")
         entries = _core.cache_entries()
         if entries:
-            print(table(entries, long=args.long))
+            print(table(entries, long=args.long, limit=args.limit))
+        if args.limit is not None and args.limit < len(entries):
+            print(f"... and {len(entries) - args.limit} more")
         total = sum(entry["bytes"] for entry in entries)
-        kernels = f"{len(entries)} kernel{'' if len(entries) == 1 else 's'}"
-        print(f"{kernels}, {total / 2**20:.1f} MiB in {folders[0]}")
+        print(f"{counted(len(entries), 'kernel')}, {total / 2**20:.1f} MiB in {folders[0]}")
         for folder in folders[1:]:
             print(f"also read: {folder}")
     elif args.action == "export":
@@ -131,7 +141,8 @@ def run(args: argparse.Namespace) -> int:
         new = len(_core.cache_entries()) - before
         for kernel in sorted(kernels):
             print(kernel)
-        print(f"{len(asked)} problems, {new} new kernels in {folders[0]}")
+        made = counted(new, "new kernel")
+        print(f"{counted(len(asked), 'problem')}, {made} in {folders[0]}")
     elif args.action == "clear":
         count = _core.cache_clear()
         print(f"{count} deleted from {folders[0]}")

@@ -9,6 +9,7 @@ imported by `run` alone, so that `onefold --help` stays quick.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import platform
 import statistics
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 # 500 steps of the three models and the sweep take about a minute on two cores.
 DEFAULT_STEPS = 500
+PACKAGES = ("torch", "numpy", "rich", "matplotlib")
 PROMPT = "Elizabeth "
 SAMPLE_LENGTH = 150
 UNTIMED_STEPS = 10  # caches fill and memory pools grow
@@ -49,6 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the demo; returns 0 if all agree, 1 if something does not, 2 for bad arguments."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        print(
+            f"onefold demo: {', '.join(missing)} {are} missing: pip install 'onefold[demo]'",
+            file=sys.stderr,
+        )
+        return 2
     try:
         if args.steps < 1:
             raise UsageError(f"--steps is {args.steps}: at least 1 is needed")
@@ -58,13 +68,6 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--device is {args.device}: cpu or cuda is needed")
         picture = plots.picture_path(args.out, plots.DEMO_PICTURE)
         return demonstrate(args.steps, args.seed, picture, args.device)
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "rich", "matplotlib"):
-            raise
-        print(
-            f"onefold demo: {error.name} is missing: pip install 'onefold[demo]'",
-            file=sys.stderr,
-        )
     except UsageError as error:
         print(f"onefold demo: {error}", file=sys.stderr)
     return 2
@@ -76,7 +79,6 @@ def demonstrate(steps: int, seed: int, picture: Path, device: str) -> int:
     # milliseconds, which costs more than a training step when anything else runs on the machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
-    import matplotlib  # noqa: F401  missing packages show up before the work, not after it
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from onefold._options import NAMES, NUM_ARRAYS, Arguments, from_options
+from onefold._options import NAMES, NUM_ARRAYS, Arguments, Described, from_options
 
 _ARRAYS = NAMES[:NUM_ARRAYS]
 # Of an array that says nothing of its own; the others have the dtype of q.
@@ -29,26 +29,6 @@ _ALIGNED = 4096  # an address as good as those of real memory; never read
 class _Device(NamedTuple):
     type: str
     index: int
-
-
-class Described:
-    """An array's description, with as much of torch.Tensor's face as `_core` looks at."""
-
-    device = _Device("cuda", 0)
-
-    def __init__(self, shape: list[int], dtype: str, strides: list[int] | None) -> None:
-        self.shape, self.dtype = tuple(shape), dtype
-        if strides is None:
-            strides = [1] * len(shape)
-            for axis in reversed(range(len(shape) - 1)):
-                strides[axis] = strides[axis + 1] * shape[axis + 1]
-        self._strides = tuple(strides)
-
-    def stride(self) -> tuple[int, ...]:
-        return self._strides
-
-    def data_ptr(self) -> int:
-        return _ALIGNED
 
 
 class Asked(NamedTuple):
@@ -69,7 +49,12 @@ def _describe(name: str, given: Any, dtype: str) -> Described:
         raise ValueError(f"{name} is {given!r}: shape and strides are lists of int")
     if len({len(x) for x in lists}) > 1:
         raise ValueError(f"{name} has shape {shape} and strides {strides}: one stride per axis")
-    return Described(shape, given.get("dtype", _DTYPES.get(name, dtype)), strides)
+    if strides is None:
+        strides = [1] * len(shape)
+        for axis in reversed(range(len(shape) - 1)):
+            strides[axis] = strides[axis + 1] * shape[axis + 1]
+    dtype = given.get("dtype", _DTYPES.get(name, dtype))
+    return Described(shape, dtype, strides, _Device("cuda", 0), _ALIGNED)
 
 
 def parse(problem: Any) -> Asked:

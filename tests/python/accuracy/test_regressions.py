@@ -200,7 +200,7 @@ def test_flags_that_are_no_flags_are_refused() -> None:
     q, k, v = _question(5, 9, 4, 16, torch.float32)
     with pytest.raises(TypeError, match="deterministic is a str: True, False or None is needed"):
         onefold.attention(q, k, v, deterministic="x")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="return_lse is a int: True or False is needed"):
+    with pytest.raises(TypeError, match="return_lse is an int: True or False is needed"):
         onefold.attention(q, k, v, return_lse=3)  # type: ignore[arg-type]
 
 
@@ -221,7 +221,7 @@ def test_parts_of_unequal_shape_are_refused_by_name() -> None:
 
 def test_a_numpy_seed_beside_torch_tensors_is_refused_and_the_other_way_round() -> None:
     q, k, v = _question(5, 9, 4, 16, torch.float32)
-    with pytest.raises(TypeError, match=r"seed is a ndarray: an int, or a .* torch\.Tensor"):
+    with pytest.raises(TypeError, match=r"seed is an ndarray: an int, or a .* torch\.Tensor"):
         onefold.attention(q, k, v, dropout_p=0.5, seed=np.array([3]))
     with pytest.raises(TypeError, match=r"seed is a Tensor: an int, or a .* numpy\.ndarray"):
         onefold.attention(*(x.numpy() for x in (q, k, v)), dropout_p=0.5, seed=torch.tensor([3]))
@@ -298,11 +298,15 @@ def test_rows_that_no_part_saw_have_a_finite_second_derivative() -> None:
 def test_what_merging_refuses_it_names_in_its_own_words() -> None:
     outs, lses = torch.randn(2, 5, 4), torch.randn(2, 5)
     cases = (
-        ((outs, lses.numpy()), TypeError, r"lses is a ndarray: a torch\.Tensor, as outs is one"),
-        ((list(outs), [3, 4]), TypeError, r"lses\[0\] is a int: a torch\.Tensor, as outs is"),
-        (([outs[0], outs[1].numpy()], lses), TypeError, r"outs\[1\] is a ndarray: .* as outs\[0\]"),
+        ((outs, lses.numpy()), TypeError, r"lses is an ndarray: a torch\.Tensor, as outs is one"),
+        ((list(outs), [3, 4]), TypeError, r"lses\[0\] is an int: a torch\.Tensor, as outs is"),
+        (
+            ([outs[0], outs[1].numpy()], lses),
+            TypeError,
+            r"outs\[1\] is an ndarray: .* as outs\[0\]",
+        ),
         ((outs.numpy(), lses), TypeError, r"lses is a Tensor: a numpy\.ndarray, as outs is one"),
-        ((outs.numpy(), [1, 2]), TypeError, r"lses\[0\] is a int: a numpy\.ndarray, as outs"),
+        ((outs.numpy(), [1, 2]), TypeError, r"lses\[0\] is an int: a numpy\.ndarray, as outs"),
         ((torch.tensor(1.0), lses), ValueError, r"outs has 0 axes, shape \(\): parts of"),
         ((np.array(1.0), lses.numpy()), ValueError, r"outs has 0 axes, shape \(\): parts of"),
         ((outs, torch.tensor(1.0)), ValueError, r"lses has shape \(\): .* which needs \(2, 5\)"),
@@ -353,7 +357,7 @@ def test_sdpa_names_what_it_was_given() -> None:
         ((q, q[..., :3], q), {}, ValueError, "^head_dim of key is 3: 4 is .* head_dim of query$"),
         ((q, q, q[:, :, :2]), {}, ValueError, "^seqlen of value is 2: 3 is .* rows of key$"),
         ((q, q.double(), q), {}, ValueError, "^key is float64: query is float32"),
-        ((q, q.numpy(), q), {}, TypeError, r"^key is a ndarray: .* as query is one"),
+        ((q, q.numpy(), q), {}, TypeError, r"^key is an ndarray: .* as query is one"),
         ((q, q, q), {"attn_mask": torch.zeros(3, 5)}, ValueError, r"^attn_mask has shape \(3, 5\)"),
         ((q, q, q), {"scale": "1"}, TypeError, "^scale is a str"),
     ):
@@ -378,7 +382,7 @@ def test_what_attention_is_asked_the_oracle_explain_and_warmup_can_be_asked(caps
                 function(q, k, v, **{name: [1]})
         with pytest.raises(TypeError, match="deterministic is a str: True, False or None"):
             function(q, k, v, deterministic="x")
-        with pytest.raises(TypeError, match="return_lse is a int: True or False is needed"):
+        with pytest.raises(TypeError, match="return_lse is an int: True or False is needed"):
             function(q, k, v, return_lse=1)
 
 

@@ -52,6 +52,20 @@ def test_an_empty_cache_has_no_kernels(cache, capsys):
     assert capsys.readouterr().out == f"0 kernels, 0.0 MiB in {cache}\n"
 
 
+def test_list_shows_only_as_many_kernels_as_the_limit_and_counts_the_others(cache, capsys):
+    for age, name in enumerate(("first", "second", "third")):
+        write_entry(cache, name, used=60 * age)
+    assert cli.main(["cache", "list", "--limit", "2"]) == 0
+    _, first, second, more, total = capsys.readouterr().out.splitlines()
+    assert (first.split()[0], second.split()[0]) == ("first", "second")
+    assert more == "... and 1 more"
+    assert total.startswith("3 kernels, ")
+    assert cli.main(["cache", "list", "--limit", "3"]) == 0
+    assert "more" not in capsys.readouterr().out
+    assert cli.main(["cache", "list", "--limit", "0"]) == 2
+    assert "--limit is 0: at least 1 is needed" in capsys.readouterr().err
+
+
 def test_list_shows_each_kernel_the_last_used_first(cache, capsys):
     write_entry(cache, "old", used=3 * 86400, numbers=SPILLED)
     write_entry(cache, "new", target="sm_80", used=120, cubin=bytes(2**20))

@@ -28,7 +28,7 @@ from onefold._demo.tiny_gpt import (  # noqa: E402
     rotation,
 )
 
-from onefold._commands import demo, plots  # noqa: E402
+from onefold._commands import cli, demo, plots  # noqa: E402
 from onefold._demo import checks, sweep, training  # noqa: E402
 from onefold._demo.attentions import ATTENTIONS, plain  # noqa: E402
 
@@ -246,6 +246,20 @@ def test_the_seed_decides_the_losses(corpus):
 def test_a_bad_argument_of_demo_gets_one_sentence(capsys, words, sentence):
     assert call(demo, *words) == 2
     assert capsys.readouterr().err == f"onefold demo: {sentence}\n"
+
+
+@pytest.mark.parametrize(
+    ("absent", "sentence"),
+    [
+        (["rich", "matplotlib"], "onefold demo: rich, matplotlib are missing: pip install"),
+        (["numpy"], "onefold demo: numpy is missing: pip install 'onefold[demo]'"),
+    ],
+)
+def test_every_missing_package_is_named_at_once(capsys, monkeypatch, absent, sentence):
+    for name in absent:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert cli.main(["demo"]) == 2
+    assert capsys.readouterr().err.startswith(sentence)
 
 
 def test_an_out_below_a_file_gets_one_sentence(tmp_path, capsys):

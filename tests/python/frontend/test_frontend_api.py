@@ -18,6 +18,7 @@ np = pytest.importorskip("numpy")
 
 from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 
+import frontend_inputs  # noqa: E402
 import onefold  # noqa: E402
 from onefold import _core  # noqa: E402
 from onefold._commands import cli  # noqa: E402
@@ -26,15 +27,7 @@ from processes import output_of  # noqa: E402
 
 
 def make_inputs(dtype=torch.float64, sq=3, sk=10, requires_grad=False):
-    """q with 4 heads, k and v with 2."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((2, sq, 4, 4), (2, sk, 2, 4), (2, sk, 2, 4))
-    return [
-        torch.randn(s, generator=generator, dtype=torch.float64)
-        .to(dtype)
-        .requires_grad_(requires_grad)
-        for s in shapes
-    ]
+    return frontend_inputs.make_inputs(dtype, requires_grad, sq=sq, sk=sk, dv=4)
 
 
 def parts_of(q, k, v, borders):
@@ -118,7 +111,7 @@ def test_numpy_parts_merge_to_the_bits_of_torch_parts():
     ("outs", "lses", "error", "sentence"),
     [
         ([], [], ValueError, "outs is empty: at least one part is needed"),
-        ([1], [1], TypeError, "outs is a int: a torch.Tensor or a numpy.ndarray is needed"),
+        ([1], [1], TypeError, "outs is an int: a torch.Tensor or a numpy.ndarray is needed"),
         (
             torch.ones(2, 3, 4),
             torch.ones(2, 4),
@@ -154,8 +147,64 @@ def test_explain_says_that_a_last_stride_costs_a_copy():
 
 
 def test_explain_refuses_an_unknown_keyword_by_its_own_name():
-    with pytest.raises(TypeError, match=r"explain\(\) got an unexpected keyword argument 'fast'"):
-        onefold.explain(*make_inputs(), fast=True)
+    with pytest.raises(TypeError, match=r"explain\(\) got an unexpected keyword argument 'quick'$"):
+        onefold.explain(*make_inputs(), quick=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "meant"),
+    [
+        ("attention", "casual", "causal"),
+        ("attention", "is_causal", "causal"),
+        ("attention", "window_size", "window"),
+        ("attention", "dropout", "dropout_p"),
+        ("attention", "return_lsee", "return_lse"),
+        ("sdpa", "causal", "is_causal"),
+        ("sdpa", "attn_bias", "attn_mask"),
+        ("explain", "casual", "causal"),
+        ("warmup", "softcapp", "softcap"),
+        ("reference.attention", "sink", "sinks"),
+    ],
+)
+def test_a_misspelt_keyword_is_told_which_one_was_meant(function, given, meant):
+    call = onefold
+    for part in function.split("."):
+        call = getattr(call, part)
+    name = function.rpartition(".")[2]
+    sentence = f"{name}() got an unexpected keyword argument {given!r}: did you mean {meant!r}?"
+    with pytest.raises(TypeError, match=f"^{re.escape(sentence)}$"):
+        call(*make_inputs(), **{given: True})
+
+
+def test_a_misspelt_keyword_of_merge_states_is_told_which_one_was_meant():
+    outs, lses = parts_of(*make_inputs(), [0, 4, 10])
+    with pytest.raises(TypeError, match="'lse': did you mean 'lses'"):
+        onefold.merge_states(outs, lses, lse=lses)
+
+
+def test_explain_says_plainly_what_runs_on_the_cpu_and_why():
+    text = str(onefold.explain(*make_inputs(), causal=True).forward)
+    assert "runs on the CPU, because q is there, with " in text
+    assert "instructions, the widest that this processor has" in text
+    hidden = str(onefold.explain(*make_inputs(), window=(-1, 0)).forward)
+    assert "window hides every key from every query: None, not a negative number, is un" in hidden
+    assert "window hides" not in text
+
+
+def test_a_window_of_minus_one_and_zero_hides_every_key_as_documented():
+    q, k, v = make_inputs()
+    out, lse = onefold.attention(q, k, v, window=(-1, 0), return_lse=True)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+    assert "(-1, 0) none at all" in onefold.attention.__doc__
+
+
+def test_four_axes_with_offsets_say_that_packed_sequences_have_three():
+    q, k, v = make_inputs()
+    with pytest.raises(
+        ValueError, match=r"^q has 4 axes, .*\(tokens, heads, head_dim\), for cu_se"
+    ):
+        onefold.attention(q, k, v, cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 10])
 
 
 def test_info_names_the_version_and_the_threads():
@@ -410,4 +459,5 @@ def test_the_operators_name_the_arguments_in_the_same_order():
         "max_seqlen_q": "max_q", "max_seqlen_k": "max_k",
     }  # fmt: skip
     schema = torch.ops.onefold.forward.default._schema
-    assert [a.name for a in schema.arguments] == [short.get(name, name) for name in NAMES]
+    names = [a.name for a in schema.arguments if not a.kwarg_only]
+    assert names == [short.get(name, name) for name in NAMES]

@@ -173,7 +173,7 @@ def odd_stride(x):
             "out is read-only",
         ),
         (lambda q: {"seqused_k": ["a", 1]}, TypeError, "seqused_k is .*: a list of int is needed"),
-        (lambda q: {"scale": np.ones(1)}, TypeError, "scale is a ndarray: a Python number"),
+        (lambda q: {"scale": np.ones(1)}, TypeError, "scale is an ndarray: a Python number"),
         (lambda q: {"mask": np.ones(5, np.uint8)}, ValueError, "dtype of mask is uint8: bool"),
     ],
 )

@@ -163,7 +163,7 @@ def test_numpy_arrays_give_the_bits_of_torch_tensors():
             ValueError,
             "attn_mask was given together with is_causal=True",
         ),
-        (((4,), (4,), (4,)), {}, ValueError, "query has 1 axes"),
+        (((4,), (4,), (4,)), {}, ValueError, "query has 1 axis"),
         (((1, 4, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4)), {}, ValueError, r"leading axes \(4, 2, 2\)"),
         (
             ((1, 4, 3, 4), (1, 3, 3, 4), (1, 3, 3, 4)),
@@ -184,7 +184,7 @@ def test_numpy_arrays_give_the_bits_of_torch_tensors():
             ValueError,
             "attn_mask has 5 axes",
         ),
-        (((1, 2, 3, 4),) * 3, {"attn_mask": 3}, TypeError, "attn_mask is a int"),
+        (((1, 2, 3, 4),) * 3, {"attn_mask": 3}, TypeError, "attn_mask is an int"),
     ],
 )
 def test_what_torch_would_not_take_is_refused_with_one_sentence(shapes, options, error, sentence):

@@ -16,26 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import onefold  # noqa: E402
+from frontend_inputs import make_inputs, random  # noqa: E402
 from onefold import _core  # noqa: E402
-
-
-def make_inputs(dtype=torch.float64, requires_grad=True, batch=2, sq=3, sk=5, d=4, dv=3):
-    """q with 4 heads, k and v with 2."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((batch, sq, 4, d), (batch, sk, 2, d), (batch, sk, 2, dv))
-    return [
-        torch.randn(s, generator=generator, dtype=torch.float64)
-        .to(dtype)
-        .requires_grad_(requires_grad)
-        for s in shapes
-    ]
-
-
-def random(*shape, dtype=torch.float64, requires_grad=True):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    return x.requires_grad_(requires_grad)
-
 
 # ---- gradients ----
 
@@ -518,20 +500,20 @@ DOUBLE = torch.zeros(2, 3, 4, 4, dtype=torch.float64)
         ({"q": DOUBLE.int()}, ValueError, "q is int32: float32"),
         ({"q": DOUBLE.to("meta")}, NotImplementedError, "q is on meta: .* the CPU and on CUDA"),
         ({"k": DOUBLE.to("meta")}, NotImplementedError, "k is on meta: .* the CPU and on CUDA"),
-        ({"q": DOUBLE.float().to_sparse()}, NotImplementedError, "q is a Tensor .*sparse_coo"),
-        ({"k": 3}, TypeError, "k is a int: a torch.Tensor, as q is one, is needed"),
-        ({"v": None}, TypeError, "v is a NoneType: a torch.Tensor, as q is one"),
+        ({"q": DOUBLE.float().to_sparse()}, NotImplementedError, "q has layout torch.sparse_coo"),
+        ({"k": 3}, TypeError, "k is an int: a torch.Tensor, as q is one, is needed"),
+        ({"v": None}, TypeError, "v is None: a torch.Tensor, as q is one"),
         ({"scale": torch.tensor(1.0)}, TypeError, "scale is a Tensor: a Python number is needed"),
         ({"softcap": torch.tensor(1.0)}, TypeError, "softcap is a Tensor: a Python number"),
         ({"scale": "1"}, TypeError, "scale is a str: a Python number is needed"),
         ({"scale": float("nan")}, ValueError, "scale is nan: a finite number is needed"),
         ({"softcap": -1.0}, ValueError, "softcap is -1"),
-        ({"softcap": None}, TypeError, "softcap is a NoneType: a Python number"),
+        ({"softcap": None}, TypeError, "softcap is None: a Python number"),
         ({"dropout_p": 1.5}, ValueError, "dropout_p is 1.5"),
-        ({"dropout_p": None}, TypeError, "dropout_p is a NoneType: a Python number"),
+        ({"dropout_p": None}, TypeError, "dropout_p is None: a Python number"),
         ({"causal": "bottom"}, ValueError, "causal is 'bottom': False, True, \"bottom_right\""),
         ({"causal": None}, ValueError, "causal is None: False, True"),
-        ({"window": 3}, TypeError, "window is a int: a pair"),
+        ({"window": 3}, TypeError, "window is an int: a pair"),
         ({"window": (1, 2, 3)}, ValueError, "window has 3 entries: a pair"),
         ({"window": (1.5, None)}, TypeError, r"window\[0\] is a float: an int or None is needed"),
         ({"max_seqlen_q": 2.5}, TypeError, "max_seqlen_q is a float: an int or None is needed"),
@@ -563,7 +545,7 @@ DOUBLE = torch.zeros(2, 3, 4, 4, dtype=torch.float64)
         ({"score_mod": max}, NotImplementedError, "score_mod is not supported yet: bias="),
         ({"mask_mod": max}, NotImplementedError, "mask_mod is not supported yet: mask="),
         ({"aux": ()}, NotImplementedError, "aux is not supported yet"),
-        ({"out": torch.empty(1)}, ValueError, "out has 1 axes"),
+        ({"out": torch.empty(1)}, ValueError, "out has 1 axis"),
         ({"out": [1]}, TypeError, "out is a list: a torch.Tensor, as q is one, is needed"),
         ({"out": torch.empty(2, 3, 4, 3).half()}, ValueError, "out is float16: q is float32"),
     ],
