@@ -128,8 +128,8 @@ CpuWork plan_backward(const Problem& p, const BackwardWants& wants, const CpuFac
   // they share out evenly.
   bool even = heads % facts.threads == 0;
   for (const Sequence& s : p.sequences) even &= s.used.q == p.longest_q && s.used.k == p.longest_k;
-  w.by_chunk = facts.threads > 1 && w.num_chunks > 1 &&
-               heads < std::int64_t{2} * facts.threads && !even;
+  w.by_chunk =
+      facts.threads > 1 && w.num_chunks > 1 && heads < std::int64_t{2} * facts.threads && !even;
   if (wants.main_pass()) {
     for (std::int64_t b = 0; b < num_sequences; ++b) {
       const std::int64_t rows = p.sequences[static_cast<std::size_t>(b)].used.q;
