@@ -104,9 +104,9 @@ struct BackwardItem {
   void add_sinks(const QueryTile& tile, const QueryData<R>& x, double* sums) {
     const double units = shift_units();
     for (int lane = 0; lane < tile.rows; ++lane) {
-      if (x.lse[lane] == kEmpty<R>) continue;  // it sees nothing, and there is no sink
       const std::int64_t h = s.lanes.head[lane], r = seq.q_begin + s.lanes.query[lane];
       const double delta = double{x.delta[lane]}, sink = p.sinks.load(heads.b, h);
+      if (sink == kEmpty<double> || x.lse[lane] == kEmpty<R>) continue;  // there is no sink
       const double share =
           x.shift[lane] != R(0)
               ? weight((double{in_shift_units(sink)} - double{x.shift[lane]}) * units,

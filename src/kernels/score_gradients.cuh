@@ -189,8 +189,9 @@ struct ScoreGradients : Worker {
   // dSink of a row is -P delta with P the weight of the sink. A delta from a stored out is off by
   // its rounding; the row says by how much, since its dZ, the sink's included, add up to dLSE.
   __forceinline__ float of_sink(const Row& row, float row_sum, i64 i) const {
-    if (row.lse == -kEmpty<float>) return 0.0f;  // the row sees nothing, and there is no sink
-    const float share = W::of_sink(p.sinks.data[at.h * p.sinks.head], row.lse);
+    const float sink = p.sinks.data[at.h * p.sinks.head];
+    if (sink == kEmpty<float> || row.lse == -kEmpty<float>) return 0.0f;  // there is no sink
+    const float share = W::of_sink(sink, row.lse);
     const float delta = row.delta * W::kMost;
     float dlse = 0.0f;
     if (args.dlse.data != nullptr) {

@@ -89,7 +89,7 @@ Backward backward(const Attention& attention, const std::optional<Tensor>& dout,
       if (g.dbias) g.dbias->data[ask.bias_place(b, h, i, key.j)] += dZ;
       if (g.dslopes) g.dslopes->data[ask.slope_place(b, h)] -= dZ * key.distance;
     }
-    if (g.dsinks) g.dsinks->data[h] += row.sink_p * (dL - delta);
+    if (g.dsinks && row.has_sink) g.dsinks->data[h] += row.sink_p * (dL - delta);
   });
   return g;
 }

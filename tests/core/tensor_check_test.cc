@@ -78,7 +78,7 @@ const std::vector<Fault>& faults() {
        [](Tensor& t) {
          t.shape[0] = kLongest;
          t.stride[0] = 0;
-         return t.elements() != kLongest && t.rank > 1 && t.shape[t.rank - 1] > 1;
+         return t.rank > 1 && t.shape[t.rank - 1] > 1;
        }},
       {" is a null pointer with shape (",
        [](Tensor& t) {
