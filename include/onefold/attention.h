@@ -50,7 +50,7 @@ struct Attention {
   std::optional<Tensor> alibi_slopes{};  // (Hq) or (B, Hq), float32 (float64 when q is)
   std::optional<Tensor> bias{};          // broadcastable to (B, Hq, Sq, Sk), any float dtype
   std::optional<Tensor> mask{};          // bool, the same broadcasting; true = visible
-  std::optional<Tensor> sinks{};         // (Hq), float32 (float64 when q is)
+  std::optional<Tensor> sinks{};         // (Hq), dtype as slopes; minus infinity is no sink
 
   // Dropout of P after the normaliser: Philox4x32-10, key = seed, counter = (i/2, j/2, h, b), word
   // 2*(i%2) + j%2; kept when word >= floor(p * 2^32). 1 drops everything.

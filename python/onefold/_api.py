@@ -83,7 +83,8 @@ def attention(
         bias: added to the scores; broadcastable to (B, Hq, Sq, Sk), any float dtype; minus
             infinity hides a key. Differentiable, summed over broadcast axes.
         mask: boolean, the same broadcasting, True = visible.
-        sinks: (Hq,), the dtype of slopes: the logit of one extra key of value zero. Differentiable.
+        sinks: (Hq,), the dtype of slopes: the logit of one extra key of value zero, -inf for
+            none. Differentiable.
         dropout_p: probability of dropping a weight, after the normaliser; 1 gives zeros.
         seed: int or one-element int64 array; None draws one from the framework's own generator.
             The weight of (b, h, i, j) is dropped as a pure function of the seed and these four:

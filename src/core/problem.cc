@@ -126,6 +126,7 @@ Numbers per_head(const char* name, const Tensor& t, const Problem& p, bool batch
   n.present = true;
   n.data = t.data;
   n.dtype = t.dtype;
+  n.per_sequence = batched;
   n.batch = batched ? stride_of(t, 0) : 0;
   n.head = stride_of(t, batched ? 1 : 0);
   return n;

@@ -52,6 +52,7 @@ struct Numbers {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
   std::int64_t batch = 0, head = 0, row = 0;
+  bool per_sequence = false;  // of slopes: (B, H), however many sequences there are
 
   explicit operator bool() const { return present; }
   bool present = false;

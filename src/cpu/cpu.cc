@@ -149,7 +149,7 @@ double rate_of(double seconds, Work&& work) {
 // dSlopes or dSinks from the items' sums, in the order (b, chunk), in double.
 void store_numbers(const Problem& p, const Numbers& to, const double* sums,
                    std::int64_t num_chunks) {
-  const bool batched = to.batch != 0;
+  const bool batched = to.per_sequence;
   for (std::int64_t target = 0; target < (batched ? p.batch : 1); ++target) {
     for (std::int64_t h = 0; h < p.heads_q; ++h) {
       double sum = 0;

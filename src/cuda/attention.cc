@@ -140,7 +140,7 @@ struct Backward {
       sums.problem = args.problem;
       sums.from = from;
       sums.tile_q = spec.tile_q;
-      sums.per_sequence = gradient.batch != 0;
+      sums.per_sequence = gradient.per_sequence;
       sums.to = view(gradient);
       run(kernels::HeadSumsSpec{spec.arch}, p.device, p.heads_q * (sums.per_sequence ? p.batch : 1),
           to, sums);

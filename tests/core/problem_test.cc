@@ -228,7 +228,8 @@ TEST(BadInput, numbers) {
           {"softcap infinite", "softcap is inf: a finite number >= 0 is needed, 0 for none",
            softcap(kInfinite)},
           {"softcap without a reciprocal",
-           "softcap is 1e-40: its reciprocal has to be finite, so at least 2.93874e-39 is needed, 0 "
+           "softcap is 1e-40: its reciprocal has to be finite, so at least 2.93874e-39 is needed, "
+           "0 "
            "for none",
            softcap(1e-40)},
           {"dropout negative", "dropout_p is -0.1: a probability from 0 to 1 is needed",
