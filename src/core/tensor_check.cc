@@ -44,24 +44,23 @@ void check_fields(const Tensor& t, const char* name) {
   }
 }
 
-// Memory for every element, where its dtype may lie.
+// Memory for every element, if there is one, where its dtype may lie.
 void check_memory(const Tensor& t, const char* name) {
+  if (t.elements() == 0) return;
   const std::optional<Reach> reach = reach_of(t);
-  const bool elements = t.elements() > 0;
-  if (elements && t.data == nullptr) {
+  if (t.data == nullptr) {
     invalid(name, " is a null pointer with shape ", shape_text(t), ": it needs memory");
   }
   const auto at = reinterpret_cast<std::uintptr_t>(t.data);
   constexpr auto kEnd = static_cast<std::uintptr_t>(std::numeric_limits<std::intptr_t>::max());
-  const bool outside = elements && reach &&
-                       (at < 0 - static_cast<std::uintptr_t>(reach->low) || at > kEnd ||
-                        kEnd - at < static_cast<std::uintptr_t>(reach->high));
+  const bool outside = reach && (at < 0 - static_cast<std::uintptr_t>(reach->low) || at > kEnd ||
+                                 kEnd - at < static_cast<std::uintptr_t>(reach->high));
   if (!reach || outside) {
     invalid(name, " has strides ", list_text(t.stride, t.rank), " with shape ", shape_text(t),
             ": every element needs an address, and some would lie beyond the last or first");
   }
   const auto past = at % static_cast<std::uintptr_t>(size_bytes(t.dtype));
-  if (elements && past != 0) {
+  if (past != 0) {
     invalid(name, " starts ", past, past == 1 ? " byte" : " bytes", " past a multiple of ",
             size_bytes(t.dtype), ": ", onefold::name(t.dtype), " needs such a multiple");
   }

@@ -95,7 +95,7 @@ def test_a_list_index_beyond_64_bits_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("count", ["2", 1.5, None])
 def test_a_thread_count_that_is_no_int_is_refused(count: object) -> None:
-    with pytest.raises(TypeError, match=r"count is a .*: an int is needed"):
+    with pytest.raises(TypeError, match=r"count is .*: an int is needed"):
         onefold.set_num_threads(count)  # type: ignore[arg-type]
 
 
