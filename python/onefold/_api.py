@@ -74,7 +74,7 @@ def attention(
         scale: any finite number; default 1 / sqrt(D).
         causal: ``True`` or ``"bottom_right"``: query i sees key j when j <= i + Sk - Sq;
             ``"top_left"``: when j <= i.
-        window: (left, right): key j is visible when diagonal - left <= j <= diagonal + right. None
+        window: (left, right), inclusive: diagonal - left <= j <= diagonal + right is visible. None
             is unbounded; other libraries write -1 for that, but here a negative number means what
             it says: (None, -1) shows the keys before the diagonal, and (-1, 0) none at all. The
             diagonal is the bottom-right one unless ``causal="top_left"``.
