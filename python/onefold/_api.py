@@ -74,10 +74,10 @@ def attention(
         scale: any finite number; default 1 / sqrt(D).
         causal: ``True`` or ``"bottom_right"``: query i sees key j when j <= i + Sk - Sq;
             ``"top_left"``: when j <= i.
-        window: (left, right), inclusive: key j is visible when diagonal - left <= j <= diagonal +
-            right. None is unbounded; other libraries write -1 for that, but here a negative number
-            means what it says: (None, -1) shows the keys before the diagonal, and (-1, 0) none at
-            all. The diagonal is the bottom-right one unless ``causal="top_left"``.
+        window: (left, right), inclusive: diagonal - left <= j <= diagonal + right is visible. None
+            is unbounded; other libraries write -1 for that, but here a negative number means what
+            it says: (None, -1) shows the keys before the diagonal, and (-1, 0) none at all. The
+            diagonal is the bottom-right one unless ``causal="top_left"``.
         softcap: 0 is off; in units of the scaled scores.
         alibi_slopes: (Hq,) or (B, Hq), float32 (or float64 when q is). Differentiable.
         bias: added to the scores; broadcastable to (B, Hq, Sq, Sk), any float dtype; minus
