@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Runs on a GPU machine what `dev gpu pack` gathered: nothing but this folder and its own Python.
 
-    python3 run.py [--only STEP ...] [-k EXPRESSION] [--out results.jsonl]
+    python3 run.py [--only STEP ...] [--quick] [--tools TOOL ...] [-k EXPRESSION]
+                   [--out results.jsonl]
 
 Steps: tests (pytest of what takes a device), check (the C++ kernels against the oracle), sanitizer
 (the four tools of compute-sanitizer over small shapes), bench (beside PyTorch). Each appends lines
@@ -149,9 +150,11 @@ def sanitizer(args: argparse.Namespace) -> Iterator[Record]:
     if not shutil.which("compute-sanitizer"):
         yield {"kind": "sanitizer", "ok": True, "summary": "compute-sanitizer is not here: skipped"}
         return
-    small = [HERE / "bin" / "device_check", "--threads", 4, "--cases", 24]
+    # Every 11th of the cases with one option: each option, format and head dim at least once.
+    which = ["--cases", 0, "--every", 11] if args.quick else ["--cases", 24]
+    small = [HERE / "bin" / "device_check", "--threads", 4, *which]
     run(*small, "--compile")  # outside of the tool, which slows the compiler down too
-    for tool in SANITIZER_TOOLS:
+    for tool in args.tools:
         status, text = run("compute-sanitizer", "--tool", tool, "--error-exitcode", 9, *small)
         summary = [
             line for line in text.splitlines() if "ERROR SUMMARY" in line or "cases," in line
@@ -183,6 +186,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP")
+    parser.add_argument("--quick", action="store_true", help="sanitizer: ten cases instead of 132")
+    parser.add_argument(
+        "--tools", nargs="+", choices=SANITIZER_TOOLS, default=SANITIZER_TOOLS, metavar="TOOL",
+        help="sanitizer: which of its tools (default: all)",
+    )  # fmt: skip
     parser.add_argument("-k", default="cuda", help="which tests, as pytest's -k (default: cuda)")
     parser.add_argument("--out", default=str(HERE / "results.jsonl"), help="JSON lines, appended")
     parser.add_argument("--bench", nargs=argparse.REMAINDER, default=[], help="onefold bench's own")

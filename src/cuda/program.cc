@@ -116,8 +116,12 @@ static BackwardSpec unordered(BackwardSpec spec) {
 }
 
 jit::Program program(const kernels::BackwardRowsSpec& spec) {
+  // With the number of blocks the compiler takes the registers that it needs: without, it spills
+  // for the sake of more blocks, which only float32 with every option makes it do.
+  const bool wide = spec.backward.element == Element::kFloat32;
   return specialised(unordered(spec.backward), "BackwardSpec", "backward_rows", "backward_rows.cuh",
-                     "kBackwardRowsThreads", "BackwardRowsArguments",
+                     wide ? "kBackwardRowsThreads, 1" : "kBackwardRowsThreads",
+                     "BackwardRowsArguments",
                      "  BackwardRows<kSpec>{arguments, arguments.problem}.run();\n");
 }
 

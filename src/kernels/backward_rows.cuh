@@ -178,7 +178,7 @@ struct BackwardDq {
       const int column =
           warp / kSpec.warps_q() * kSpec.dq_columns() + 8 * (idx % kBlocksPerRow) + 2 * (lane % 4);
       float x[4];
-      DqSums<kSpec>::load(sums + idx * 128, x, lane);
+      DqSums<kSpec>::load(sums, idx, x, lane);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool there = row + 8 * half < used;

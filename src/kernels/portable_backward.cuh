@@ -160,9 +160,11 @@ struct PortableBackward : Worker {
     int head, tile;
   };
   __forceinline__ u32 class_of(Step step) const {
-    return mask_class(p.mask_classes, fact(&Facts::b),
-                      fact(&Facts::kv_head) * p.group + step.head, step.tile,
-                      fact(&Facts::key_tile));
+    const MaskClassesView& m = p.mask_classes;
+    const int key = m.one_key ? 0 : fact(&Facts::key_tile);
+    const i64 where =
+        fact(&Facts::b) * m.batch + head_at(step.head).h * m.head + step.tile * m.query_tile;
+    return m.words[where + key / 16] >> 2 * (key % 16) & 3u;
   }
   __forceinline__ bool present(Step step) const { return step.head < p.group; }
   // The step itself, or the first after it that has something to do. Turns must not be skipped.

@@ -21,9 +21,9 @@
 // them get them. Sequences have fewer than 2^31 rows; only addresses are 64-bit.
 #pragma once
 
-#include "kernels/forward_spec.h"
 #include "kernels/block/scores.cuh"
 #include "kernels/block/worker.cuh"
+#include "kernels/forward_spec.h"
 #include "kernels/tile/poison.cuh"
 #include "kernels/tile/product.cuh"
 #include "kernels/tile/reduce.cuh"
@@ -189,7 +189,11 @@ struct PortableForward : Worker {
     band_hides = range.full_begin > range.begin || range.full_end < range.end;
   }
   __forceinline__ u32 class_of(int tile) const {
-    return mask_class(p.mask_classes, at.b, at.h, fact(&Facts::row0) / kSpec.tile_q, tile);
+    const MaskClassesView& m = p.mask_classes;
+    const int key_tile = m.one_key ? 0 : tile;
+    const i64 where =
+        at.b * m.batch + at.h * m.head + fact(&Facts::row0) / kSpec.tile_q * m.query_tile;
+    return m.words[where + key_tile / 16] >> 2 * (key_tile % 16) & 3u;
   }
   // The first tile from `tile` on that is not all hidden.
   __forceinline__ int next_tile(int tile) const {

@@ -37,12 +37,15 @@ struct DqSums {
       }
     }
   }
-  static __forceinline__ void load(const float* block, float (&x)[4], int lane) {
+  // `block`: its number in the tile.
+  static __forceinline__ void load(const float* sums, int block, float (&x)[4], int lane) {
     if constexpr (kVectors) {
-      const float4 four = *reinterpret_cast<const float4*>(block + 4 * lane);
+      const float4 four = *reinterpret_cast<const float4*>(sums + block * 128 + 4 * lane);
       x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
     } else {
-      for (int number = 0; number < 4; ++number) x[number] = block[32 * number + lane];
+      for (int number = 0; number < 4; ++number) {
+        x[number] = sums[block * 128 + 32 * number + lane];
+      }
     }
   }
 

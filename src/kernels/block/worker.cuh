@@ -26,14 +26,6 @@ struct Worker {
   }
 };
 
-// The class of a tile of the mask: 0 hides all, 2 hides nothing.
-static __forceinline__ u32 mask_class(const MaskClassesView& classes, i64 b, i64 h, i64 query_tile,
-                                      int key_tile) {
-  const int key = classes.one_key ? 0 : key_tile;
-  const i64 where = b * classes.batch + h * classes.head + query_tile * classes.query_tile;
-  return classes.words[where + key / 16] >> 2 * (key % 16) & 3u;
-}
-
 // Accumulators of a warp go to the rows of a tile that begin at `base`, each number as of(number).
 template <class Tile, Element kElement, int kRowTiles, int kBlocks, class Of>
 __forceinline__ void stage_rows(u32 base, int lane, const float (&x)[kRowTiles][kBlocks][4],
