@@ -166,9 +166,9 @@ struct DecodeTile {
   // few lines at a time, between multiply-adds: more of them at once would wait for each other.
   template <int kCount>
   [[gnu::always_inline]] static void ask_for(const T* at) {
-    constexpr int kLine = 64 / sizeof(T);
+    constexpr int kLine = 64 / static_cast<int>(sizeof(T)), kStep = kLine > kW ? kLine : kW;
 #pragma GCC unroll 8
-    for (int x = 0; x<kCount * kW; x += kLine> kW ? kLine : kW) __builtin_prefetch(at + x);
+    for (int x = 0; x < kCount * kW; x += kStep) __builtin_prefetch(at + x);
   }
   float* scores(int r) const { return s.scores + (head * kDecodeRows + r) * kDecodeKeys; }
 
