@@ -509,17 +509,6 @@ inline void store_key_gradient(const BackwardCall& call, const Item& item, const
 }
 
 template <class R>
-inline std::int64_t chunk_elements_of(const Problem& p, std::int64_t keys) {
-  return keys * (padded_dim<R>(p.dim) + padded_dim<R>(p.dim_v));
-}
-// Private sums hold whole key tiles; no tile is larger than this.
-inline constexpr int kMostTileKeys = 128;
-template <class R>
-inline std::int64_t chunk_elements_of(const Problem& p) {
-  return chunk_elements_of<R>(p, round_up(p.longest_k, kMostTileKeys));
-}
-
-template <class R>
 void backward_item(const BackwardCall& call, std::int64_t index, int worker) {
   const Problem& p = *call.problem;
   const Item& item = call.items[index];

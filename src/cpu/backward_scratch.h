@@ -46,6 +46,17 @@ struct QueryData {
 };
 
 template <class R>
+inline std::int64_t chunk_elements_of(const Problem& p, std::int64_t keys) {
+  return keys * (padded_dim<R>(p.dim) + padded_dim<R>(p.dim_v));
+}
+// Private sums hold whole key tiles; no tile is larger than this.
+inline constexpr int kMostTileKeys = 128;
+template <class R>
+inline std::int64_t chunk_elements_of(const Problem& p) {
+  return chunk_elements_of<R>(p, round_up(p.longest_k, kMostTileKeys));
+}
+
+template <class R>
 struct BackwardScratch {
   R *k_panels, *v_panels, *kt_panels, *row, *rows;
   int *poison_counts, *poison_keys;

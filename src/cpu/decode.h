@@ -24,37 +24,27 @@ inline constexpr int kDecodeRegisters = 16;  // accumulators in flight
 inline constexpr int kDecodeRegisters = 8;
 #endif
 
-// The sum of all lanes, halving: the same order for every accumulator.
-inline float sum_lanes(Vf v) {
+// All lanes folded by `op`, halving: the same order for every accumulator.
+template <class Op>
+inline float fold_lanes(Vf v, Op op) {
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  const __m256 half = op(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
 #else
   const __m256 half = v;
 #endif
-  __m128 x = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+  __m128 x = op(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  x = op(x, _mm_movehl_ps(x, x));
+  return op(float{x[0]}, float{x[1]});
 #else
-  return (v[0] + v[2]) + (v[1] + v[3]);
+  return op(op(float{v[0]}, float{v[2]}), op(float{v[1]}, float{v[3]}));
 #endif
 }
-
-// The largest of all lanes.
+inline float sum_lanes(Vf v) {
+  return fold_lanes(v, [](auto a, auto b) { return a + b; });
+}
 inline float max_lane(Vf v) {
-#if defined(__AVX2__)
-#if defined(__AVX512F__)
-  const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
-#else
-  const __m256 half = v;
-#endif
-  __m128 x = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
-  return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
-#else
-  const float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
-  return a > b ? a : b;
-#endif
+  return fold_lanes(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // The sums of all accumulators at once, each in the order of sum_lanes: halves of all vectors are

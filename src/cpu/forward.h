@@ -107,11 +107,10 @@ struct ForwardItem {
       touch_rows(p.k, heads.b, row, heads.kv_head, count, p.dim);
       touch_rows(p.v, heads.b, row, heads.kv_head, count, p.dim_v);
       if (single) {
-        const std::int64_t left = seq.used.k - j;
-        pack_rows<R>(p.k, heads.b, row, heads.kv_head, count, left, p.dim, key_step(), k_tile(idx),
+        pack_rows<R>(p.k, heads.b, row, heads.kv_head, count, p.dim, key_step(), k_tile(idx),
                      nullptr);
-        pack_rows<R>(p.v, heads.b, row, heads.kv_head, count, left, p.dim_v, value_step(),
-                     v_tile(idx), &poison);
+        pack_rows<R>(p.v, heads.b, row, heads.kv_head, count, p.dim_v, value_step(), v_tile(idx),
+                     &poison);
       } else {
         pack_score_panel(p.k, heads.b, row, heads.kv_head, count, p.dim, s.rows, k_tile(idx));
         pack_value_panel(p.v, heads.b, row, heads.kv_head, count, t.keys, p.dim_v, s.row,

@@ -87,13 +87,12 @@ inline void touch(const Byte* row, std::int64_t bytes) {
   constexpr std::int64_t kLine = 64;
   for (std::int64_t x = 0; x < bytes; x += kLine) asm volatile("" : : "r"(row[x]));
 }
-// The rows [first_row, first_row + count) of a head.
+// The rows [first_row, first_row + count) of a head; with another last stride than 1 none.
 static inline void touch_rows(const Rows& rows, std::int64_t b, std::int64_t first_row,
                               std::int64_t head, int count, std::int64_t dim) {
-  if (!rows || rows.dim != 1) return;
-  for (int n = 0; n < count; ++n) {
-    touch(rows.at(b, first_row + n, head), dim * size_bytes(rows.dtype));
-  }
+  if (rows.dim != 1) return;
+  const std::int64_t bytes = dim * size_bytes(rows.dtype);
+  for (int n = 0; n < count; ++n) touch(rows.at(b, first_row + n, head), bytes);
 }
 
 // How keys lie in the packed stretch: interleaved panels, or plain rows when only one query tile
@@ -279,20 +278,12 @@ inline void pack_score_panel(const Rows& from, std::int64_t b, std::int64_t firs
   }
 }
 
-// The same keys as plain rows of `step` elements; `poison` as below, null when not wanted. The rows
-// come from memory once, so those a few keys ahead (of rows_left) are asked for early.
+// The same keys as plain rows of `step` elements; `poison` as below, null when not wanted.
 template <class R>
 inline void pack_rows(const Rows& from, std::int64_t b, std::int64_t first_row, std::int64_t head,
-                      int count, std::int64_t rows_left, std::int64_t dim, std::int64_t step, R* to,
-                      PoisonList* poison) {
-  constexpr int kAhead = 8, kLine = 64;
-  const std::int64_t row_bytes = dim * size_bytes(from.dtype);
+                      int count, std::int64_t dim, std::int64_t step, R* to, PoisonList* poison) {
   if (poison) poison->count = 0;
   for (int key = 0; key < count; ++key, to += step) {
-    if (key + kAhead < rows_left && from.dim == 1) {
-      const std::byte* ahead = from.at(b, first_row + key + kAhead, head);
-      for (std::int64_t x = 0; x < row_bytes; x += kLine) __builtin_prefetch(ahead + x);
-    }
     load_row(to, from.at(b, first_row + key, head), from.dtype, from.dim, dim);
     if (poison && !all_finite(to, dim)) {
       poison->keys[poison->count++] = key;
@@ -399,12 +390,14 @@ static inline KeyCut cut_keys(const Problem& p, const QueryTile& tile, std::int6
   return {static_cast<int>(first), static_cast<int>(last - first)};
 }
 
-// The rows of a query tile; `lanes` has been set for it.
+// Likewise the rows of a query tile; `lanes` has been set for it.
 template <class R>
 inline void touch_lanes(const Rows& rows, std::int64_t q_begin, const QueryTile& tile,
                         const LaneFacts<R>& lanes, std::int64_t dim) {
+  if (rows.dim != 1) return;
+  const std::int64_t bytes = dim * size_bytes(rows.dtype);
   for (int lane = 0; lane < tile.rows; ++lane) {
-    touch_rows(rows, tile.heads.b, q_begin + lanes.query[lane], lanes.head[lane], 1, dim);
+    touch(rows.at(tile.heads.b, q_begin + lanes.query[lane], lanes.head[lane]), bytes);
   }
 }
 
