@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kKeyTile = 64;
 // An item reads and packs the keys once for all its tiles. 8 tiles, which fit into L2 beside the
-// keys, were 3 to 6 % slower than 24 or more: packing costs more than rows parked in L3.
+// keys, were 1 to 8 % slower than 24 or more: packing costs more than rows parked in L3.
 constexpr std::int64_t kMostTilesPerItem = 48;
 constexpr std::int64_t kItemsPerThread = 4;  // so that threads end together; one thread need not
 constexpr std::int64_t kSplitKeys = 1024;    // packs enough work into an item, splits 8k keys in 8
