@@ -22,6 +22,7 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # g++ 12 takes the undefined operand inside its own intrinsics for a mistake of ours.
   list(APPEND onefold_isa_flags_avx512 -Wno-uninitialized -Wno-maybe-uninitialized)
 endif()
+set(onefold_isa_flags_avx512_bf16 ${onefold_isa_flags_avx512} -mavx512bf16)
 
 set(onefold_is_x86_64 FALSE)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$" AND CMAKE_SIZEOF_VOID_P EQUAL 8)

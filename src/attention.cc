@@ -204,7 +204,7 @@ Plan plan_of(const Context& context, const Attention& attention, const Gradients
   const Problem problem = make_problem(attention, context.device);
   if (on_cuda(context)) return cuda_plan(context, problem, gradients);
   const CallExecutor call(context);
-  const CpuFacts facts = cpu::facts(call.executor->concurrency());
+  const CpuFacts facts = cpu::facts(call.executor->concurrency(), problem.dtype);
   const CpuWork work =
       gradients == nullptr
           ? plan_forward(problem, facts)
@@ -286,7 +286,8 @@ void forward(const Context& context, const Attention& attention, const Tensor& o
     return cuda::run_forward(problem, plan, to, context.stream, memory.get());
   }
   const CallExecutor call(context);
-  const CpuWork work = plan_forward(problem, cpu::facts(call.executor->concurrency()));
+  const CpuWork work =
+      plan_forward(problem, cpu::facts(call.executor->concurrency(), problem.dtype));
   const std::shared_ptr<void> memory = workspace(context, work.workspace_bytes);
   cpu::run_forward(problem, work, to.out, to.lse, *call.executor,
                    static_cast<std::byte*>(memory.get()));
@@ -307,8 +308,8 @@ void backward(const Context& context, const Attention& attention, const Tensor& 
     return cuda::run_backward(problem, plan, tensors, context.stream, memory.get());
   }
   const CallExecutor call(context);
-  const CpuWork work =
-      plan_backward(problem, wanted(problem, tensors), cpu::facts(call.executor->concurrency()));
+  const CpuWork work = plan_backward(problem, wanted(problem, tensors),
+                                     cpu::facts(call.executor->concurrency(), problem.dtype));
   const std::shared_ptr<void> memory = workspace(context, work.workspace_bytes);
   cpu::run_backward(problem, work, tensors, *call.executor, static_cast<std::byte*>(memory.get()));
 } catch (...) {
@@ -368,10 +369,10 @@ int num_threads() try { return cpu::pool_threads(); } catch (...) {
 
 std::string info() try {
   const CpuFacts facts = cpu::facts(num_threads());
-  return concat("onefold ", ONEFOLD_VERSION, "\n", "backend cpu, instruction set ", facts.isa, ", ",
-                facts.threads, facts.threads == 1 ? " thread" : " threads", " of ",
-                cpu::available_processors(), " available, L2 cache ", facts.l2_bytes / 1024,
-                " KiB\n", cuda_info());
+  return concat("onefold ", ONEFOLD_VERSION, "\n", "backend cpu, instruction set ",
+                cpu::instruction_set(), ", ", facts.threads,
+                facts.threads == 1 ? " thread" : " threads", " of ", cpu::available_processors(),
+                " available, L2 cache ", facts.l2_bytes / 1024, " KiB\n", cuda_info());
 } catch (...) {
   rethrow_as_error();
 }

@@ -520,7 +520,7 @@ NB_MODULE(_core, m) {
       "fma_rate", [](double seconds) { return onefold::cpu::fma_rate(seconds); },
       nb::call_guard<WithoutGil>());
   m.def("read_rate", &call_read_rate);
-  m.def("instruction_set", [] { return onefold::cpu::facts(1).isa; });
+  m.def("instruction_set", [] { return onefold::cpu::instruction_set(); });
   define_reference(m);
   define_jit(m);
 }

@@ -28,11 +28,13 @@ inline double dot(const R* a, const R* b, std::int64_t count) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-template <class R>
+template <class X>
 struct BackwardItem {
+  using R = SumOf<X>;
+  static constexpr bool kPairs = kTerms<X> == 2;
   const BackwardCall& call;
   const Problem& p;
-  BackwardScratch<R>& s;
+  BackwardScratch<X>& s;
   HeadGroup heads;
   Sequence seq;
   R *dk, *dv;  // private sums of the current chunk, [key][d]; null when not wanted
@@ -44,32 +46,31 @@ struct BackwardItem {
   }
 
   // `lanes` has been set for the tile.
-  void load_queries(const QueryTile& tile, const QueryData<R>& x) {
+  void load_queries(const QueryTile& tile, const QueryData<X>& x) {
     const int width = tile.vectors * kWidth<R>;
-    const R factor = static_cast<R>(p.variant.scale * (p.variant.scale_only() ? kLog2E : 1.0));
-    const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
-    for (std::int64_t d = 0; d < dim * width; ++d) x.q[d] = R(0);
-    for (std::int64_t d = 0; d < dim_v * width; ++d) x.dout[d] = R(0);
+    const std::int64_t dim_v = padded_dim<R>(p.dim_v);
     for (std::int64_t d = 0; d < round_up(p.dim, kPanel) * width; ++d) x.dqt[d] = R(0);
     touch_lanes(p.q, seq.q_begin, tile, s.lanes, p.dim);
     if (call.t.dout) {
       touch_lanes(call.t.dout, seq.q_begin, tile, s.lanes, p.dim_v);
       touch_lanes(call.t.out, seq.q_begin, tile, s.lanes, p.dim_v);
     }
+    *x.shifted = *x.empty = *x.poisoned = false;
+    R* q = load_rows(p.q, tile, p.dim, x.q);
+    lay_across(q, width, p.dim, score_factor<X>(p).of_queries, x.qt);
+    leave_out(q, tile, p.dim, x.q_poison, x);
+    lay_along(q, width, p.dim, x.q);
+
+    R* dout = load_rows(call.t.dout, tile, p.dim_v, x.dout);
     bool only_key[kLanes<R>] = {};
-    *x.shifted = *x.empty = false;
     for (int lane = 0; lane < width; ++lane) {
       x.lse[lane] = x.delta[lane] = x.shift[lane] = x.slope_sum[lane] = x.dz_sum[lane] = R(0);
-      x.q_poison[lane] = x.dout_poison[lane] = false;
       if (lane >= tile.rows) continue;
       const std::int64_t h = s.lanes.head[lane], r = seq.q_begin + s.lanes.query[lane];
-      load_row(x.q + lane * dim, p.q.at(heads.b, r, h), p.q.dtype, p.q.dim, p.dim);
       double delta = 0;
       if (call.t.dout) {
-        R* dout = x.dout + lane * dim_v;
-        load_row(dout, call.t.dout.at(heads.b, r, h), call.t.dout.dtype, call.t.dout.dim, p.dim_v);
         load_row(s.row, call.t.out.at(heads.b, r, h), call.t.out.dtype, call.t.out.dim, p.dim_v);
-        delta = dot(dout, s.row, p.dim_v);
+        delta = dot(dout + lane * dim_v, s.row, p.dim_v);
       }
       only_key[lane] = std::isfinite(delta) && sees_one_key<R>(p, heads.b, h, s.lanes.query[lane]);
       if (only_key[lane]) delta = 0;
@@ -78,18 +79,57 @@ struct BackwardItem {
       x.lse[lane] = static_cast<R>(to_base_2<R>(call.t.lse.load(heads.b, h, r)));
       *x.empty |= x.lse[lane] == kEmpty<R>;
     }
-    transpose(x.q, dim, width, p.dim, x.qt, width);
-    transpose(x.dout, dim_v, width, p.dim_v, x.dot, width);
+    lay_across(dout, width, p.dim_v, R(1), x.dot);
     // O of a row that sees one key is that key's V: dP - dO . O is 0, which rounding would hide.
     for (int lane = 0; lane < tile.rows; ++lane) {
-      for (std::int64_t d = 0; only_key[lane] && d < p.dim_v; ++d) x.dot[d * width + lane] = R(0);
+      for (std::int64_t d = 0; only_key[lane] && d < operands<X>(p.dim_v); ++d) {
+        x.dot[d * width + lane] = X(0);
+      }
     }
-    for (std::int64_t d = 0; d < p.dim * width; ++d) x.qt[d] *= factor;
-    *x.poisoned = false;
+    leave_out(dout, tile, p.dim_v, x.dout_poison, x);
+    lay_along(dout, width, p.dim_v, x.dout);
+  }
+  // The tile's rows as numbers, zeros beyond them; in `to` where those are operands.
+  R* load_rows(const Rows& from, const QueryTile& tile, std::int64_t dim, X* to) {
+    const std::int64_t step = padded_dim<R>(dim);
+    R* rows = s.rows;
+    if constexpr (!kPairs) rows = to;
+    for (std::int64_t d = 0; d < step * tile.vectors * kWidth<R>; ++d) rows[d] = R(0);
+    for (int lane = 0; from && lane < tile.rows; ++lane) {
+      load_row(rows + lane * step,
+               from.at(heads.b, seq.q_begin + s.lanes.query[lane], s.lanes.head[lane]), from.dtype,
+               from.dim, dim);
+    }
+    return rows;
+  }
+  // Rows times `factor` as operands along d, one row a lane.
+  void lay_across(const R* rows, int width, std::int64_t dim, R factor, X* to) {
+    const std::int64_t step = padded_dim<R>(dim), depth = operands<X>(dim);
+    if constexpr (kPairs) {
+      for (int lane = 0; lane < width; ++lane) {
+        for (std::int64_t d = 0; d < dim; ++d) s.row[d] = rows[lane * step + d] * factor;
+        narrow_row(s.row, dim, s.operand_rows + lane * step);
+      }
+      transpose(s.operand_rows, step, width, depth, to, width);
+    } else {
+      transpose(rows, step, width, dim, to, width);
+      for (std::int64_t d = 0; d < dim * width; ++d) to[d] *= factor;
+    }
+  }
+  // Rows as operands along lanes.
+  void lay_along(const R* rows, int width, std::int64_t dim, X* to) {
+    if constexpr (kPairs) {
+      const std::int64_t step = padded_dim<R>(dim);
+      for (int lane = 0; lane < width; lane += 2) {
+        interleave_rows(rows + lane * step, rows + (lane + 1) * step, step, to + lane / 2 * step);
+      }
+    }
+  }
+  void leave_out(R* rows, const QueryTile& tile, std::int64_t dim, bool* poison,
+                 const QueryData<X>& x) {
     for (int lane = 0; lane < tile.rows; ++lane) {
-      x.q_poison[lane] = clear_if_not_finite(x.q + lane * dim, p.dim);
-      x.dout_poison[lane] = clear_if_not_finite(x.dout + lane * dim_v, p.dim_v);
-      *x.poisoned |= x.q_poison[lane] || x.dout_poison[lane];
+      poison[lane] = clear_if_not_finite(rows + lane * padded_dim<R>(dim), dim);
+      *x.poisoned |= poison[lane];
     }
   }
   static bool clear_if_not_finite(R* row, std::int64_t count) {
@@ -101,7 +141,7 @@ struct BackwardItem {
   // dSink_h = -sum_i P delta_i with P = e^(sink - lse_i), this tile's part of it, once all keys are
   // done. A delta from a stored out is off by its rounding; the row says by how much, since its dZ,
   // the sink's included, add up to dLSE.
-  void add_sinks(const QueryTile& tile, const QueryData<R>& x, double* sums) {
+  void add_sinks(const QueryTile& tile, const QueryData<X>& x, double* sums) {
     const double units = shift_units();
     for (int lane = 0; lane < tile.rows; ++lane) {
       const std::int64_t h = s.lanes.head[lane], r = seq.q_begin + s.lanes.query[lane];
@@ -120,19 +160,20 @@ struct BackwardItem {
 
   void pack(std::int64_t key_begin, std::int64_t key_end) {
     const Tiles& t = call.tiles;
-    const std::int64_t panel_keys = round_up(t.keys, kPanel);
+    const std::int64_t panel_keys = round_up(t.keys, kPanel), value_depth = operands<X>(t.keys);
     for (std::int64_t j = key_begin; j < key_end; j += t.keys) {
       const std::int64_t idx = (j - key_begin) / t.keys;
       const int count = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
       touch_rows(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim);
       touch_rows(p.v, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim_v);
-      pack_score_panel(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim, s.rows,
-                       s.k_panels + idx * panel_keys * p.dim);
-      pack_score_panel(p.v, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim_v, s.rows,
-                       s.v_panels + idx * panel_keys * p.dim_v);
+      pack_score_panel(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim, s.operand_rows,
+                       s.k_panels + idx * panel_keys * operands<X>(p.dim));
+      pack_score_panel(p.v, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim_v, s.operand_rows,
+                       s.v_panels + idx * panel_keys * operands<X>(p.dim_v));
       PoisonList poison{0, s.poison_keys + idx * t.keys};
-      pack_value_panel(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, t.keys, p.dim, s.row,
-                       s.kt_panels + idx * t.keys * round_up(p.dim, kPanel), poison);
+      pack_value_panel(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, value_depth, p.dim,
+                       s.operand_rows, s.kt_panels + idx * value_depth * round_up(p.dim, kPanel),
+                       poison);
       s.poison_counts[idx] = poison.count;
     }
   }
@@ -140,7 +181,7 @@ struct BackwardItem {
   // weights: scores -> P (after dropout); dscores: dP -> dX; dz when wanted; slope sums.
   template <int N>
   void differentiate(std::int64_t key_begin, int num_keys, bool border, bool staged,
-                     const QueryData<R>& x) {
+                     const QueryData<X>& x) {
     constexpr int kRow = N * kWidth<R>;
     using V = Vec<R>;
     const Variant& variant = p.variant;
@@ -210,9 +251,25 @@ struct BackwardItem {
     }
   }
 
+  // Weights and dX as pairs: neighbouring lanes, for the sums over queries, and keys, for dQ. There
+  // are zeros after the last key.
+  template <int N>
+  void pair_up(int num_keys) {
+    if constexpr (kPairs) {
+      constexpr int kRow = N * kWidth<R>;
+      const std::int64_t keys = round_up(num_keys, kOuterRows);
+      narrow_row(s.weights, keys * kRow, s.weights_by_lane);
+      narrow_row(s.dscores, keys * kRow, s.dscores_by_lane);
+      for (std::int64_t key = 0; key < num_keys; key += 2) {
+        interleave_rows(s.dscores + key * kRow, s.dscores + (key + 1) * kRow, kRow,
+                        s.dscores_by_key + key / 2 * kRow);
+      }
+    }
+  }
+
   // What the matrix products left out because it is not finite, for the pairs that see each other.
   void add_poisoned(const QueryTile& tile, std::int64_t tile_begin, KeyCut cut,
-                    const PoisonList& poison, const R* addend, const QueryData<R>& x) {
+                    const PoisonList& poison, const R* addend, const QueryData<X>& x) {
     const std::int64_t key_begin = tile_begin + cut.first;
     const int num_keys = cut.count;
     const int width = tile.vectors * kWidth<R>;
@@ -258,7 +315,7 @@ struct BackwardItem {
   // Leaves their products in s.weights.
   template <int N>
   Stage stage(const QueryTile& tile, std::int64_t tile_begin, int tile_keys, std::int64_t panel,
-              const QueryData<R>& x) {
+              const QueryData<X>& x) {
     constexpr int kRow = N * kWidth<R>;
     constexpr Stage kNothing{{0, 0}, false, false, false};
     const KeyCut cut = cut_keys(p, tile, tile_begin, tile_keys);
@@ -282,15 +339,17 @@ struct BackwardItem {
     }
     const std::int64_t panel_keys = round_up(call.tiles.keys, kPanel);
     Vec<R> unused[N] = {};
-    score_product<R, N, Layout::kPanels>(s.k_panels + (panel * panel_keys + cut.first) * p.dim, 0,
-                                         x.qt, p.dim, cut.count, s.weights, unused);
+    const std::int64_t depth = operands<X>(p.dim);
+    score_product<X, N, Layout::kPanels>(s.k_panels + (panel * panel_keys + cut.first) * depth, 0,
+                                         x.qt, p.dim, cut.count, score_factor<X>(p).of_scores,
+                                         s.weights, unused);
     return {cut, border, p.variant.has_bias || options == TileClass::kPartial, poison};
   }
 
   // Adds a key tile to x.shift and x.sum, the state of every row.
   template <int N>
   void weigh(const QueryTile& tile, std::int64_t tile_begin, int tile_keys, std::int64_t panel,
-             const QueryData<R>& x) {
+             const QueryData<X>& x) {
     const Stage seen = stage<N>(tile, tile_begin, tile_keys, panel, x);
     if (seen.cut.count == 0) return;
     Vec<R> top[N];
@@ -320,7 +379,7 @@ struct BackwardItem {
 
   // Weighs rows with a far lse again, as forward did. Returns whether there were any: then the
   // packed keys are gone.
-  bool weigh_far_rows(const QueryTile& tile, const QueryData<R>& x) {
+  bool weigh_far_rows(const QueryTile& tile, const QueryData<X>& x) {
     const auto far = [&](int lane) {
       return std::fabs(x.lse[lane]) > R(kFarLog2) && std::isfinite(x.lse[lane]);
     };
@@ -351,7 +410,7 @@ struct BackwardItem {
   // One (query tile, key tile). Returns the keys that were attended to; s.dz holds their dZ.
   template <int N>
   KeyCut attend(const QueryTile& tile, std::int64_t tile_begin, int tile_keys, std::int64_t panel,
-                const QueryData<R>& x) {
+                const QueryData<X>& x) {
     constexpr int kRow = N * kWidth<R>;
     const Tiles& t = call.tiles;
     const auto [cut, border, add, poison] = stage<N>(tile, tile_begin, tile_keys, panel, x);
@@ -361,8 +420,8 @@ struct BackwardItem {
     const std::int64_t panel_keys = round_up(t.keys, kPanel);
     if (call.t.dout) {
       Vec<R> unused[N] = {};
-      const R* v = s.v_panels + (panel * panel_keys + cut.first) * p.dim_v;
-      score_product<R, N, Layout::kPanels>(v, 0, x.dot, p.dim_v, num_keys, s.dscores, unused);
+      const X* v = s.v_panels + (panel * panel_keys + cut.first) * operands<X>(p.dim_v);
+      score_product<X, N, Layout::kPanels>(v, 0, x.dot, p.dim_v, num_keys, R(1), s.dscores, unused);
     } else {  // dP is 0, whatever v holds
       for (int y = 0; y < num_keys * kRow; ++y) s.dscores[y] = R(0);
     }
@@ -371,22 +430,26 @@ struct BackwardItem {
     }
     differentiate<N>(key_begin, num_keys, border, add, x);
 
+    for (std::int64_t y = num_keys * kRow; y < round_up(num_keys, kOuterRows) * kRow; ++y) {
+      s.weights[y] = s.dscores[y] = R(0);
+    }
+    if constexpr (kPairs) pair_up<N>(num_keys);
     if (dk) {
-      for (std::int64_t y = num_keys * kRow; y < round_up(num_keys, kOuterRows) * kRow; ++y) {
-        s.weights[y] = s.dscores[y] = R(0);
-      }
+      constexpr int kDepth = kRow / kTerms<X>;
       const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
       if (call.t.dout) {
-        outer_product<R>(s.weights, kRow, x.dout, dim_v, num_keys, dv + key_begin * dim_v);
+        outer_product(s.weights_by_lane, kDepth, x.dout, dim_v, num_keys, dv + key_begin * dim_v);
       }
-      outer_product<R>(s.dscores, kRow, x.q, dim, num_keys, dk + key_begin * dim);
+      outer_product(s.dscores_by_lane, kDepth, x.q, dim, num_keys, dk + key_begin * dim);
     }
     if (want_dq) {
       Vec<R> keep[N];
       for (int n = 0; n < N; ++n) keep[n] = splat<R>(R(1));
-      value_product<R, N, Layout::kPanels>(
-          s.kt_panels + panel * t.keys * round_up(p.dim, kPanel) + cut.first * kPanel, t.keys,
-          s.dscores, p.dim, num_keys, keep, x.dqt);
+      const std::int64_t value_depth = operands<X>(t.keys);
+      const X* kt = s.kt_panels + panel * value_depth * round_up(p.dim, kPanel) +
+                    cut.first / kTerms<X> * kPanel;
+      value_product<X, N, Layout::kPanels>(kt, value_depth, s.dscores_by_key, p.dim, num_keys, keep,
+                                           x.dqt);
     }
     if (poison) {
       const PoisonList keys{s.poison_counts[panel], s.poison_keys + panel * t.keys};
@@ -395,7 +458,7 @@ struct BackwardItem {
     return cut;
   }
   KeyCut attend_any(const QueryTile& tile, std::int64_t key_begin, int num_keys, std::int64_t panel,
-                    const QueryData<R>& x) {
+                    const QueryData<X>& x) {
     if constexpr (kTileVectors == 3) {
       if (tile.vectors == 3) return attend<3>(tile, key_begin, num_keys, panel, x);
     }
@@ -414,7 +477,7 @@ struct BackwardItem {
     }
   }
 
-  void store_dq(const QueryTile& tile, const QueryData<R>& x) {
+  void store_dq(const QueryTile& tile, const QueryData<X>& x) {
     const int width = tile.vectors * kWidth<R>;
     const R scale = static_cast<R>(p.variant.scale);
     const std::int64_t step = padded_dim<R>(p.dim);
@@ -447,7 +510,7 @@ struct BackwardItem {
       pack(super, key_end);
       for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
         const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
-        const QueryData<R> x = s.query_data(p, idx);
+        const QueryData<X> x = s.query_data(p, idx);
         set_lanes(p, q, s.lanes);
         for (std::int64_t j = super; j < key_end; j += t.keys) {
           const int count = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
@@ -460,7 +523,7 @@ struct BackwardItem {
     }
     for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
       const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
-      const QueryData<R> x = s.query_data(p, idx);
+      const QueryData<X> x = s.query_data(p, idx);
       set_lanes(p, q, s.lanes);
       if (want_dq) store_dq(q, x);
       if (sink_sums) add_sinks(q, x, sink_sums);
@@ -508,18 +571,19 @@ inline void store_key_gradient(const BackwardCall& call, const Item& item, const
   }
 }
 
-template <class R>
+template <class X>
 void backward_item(const BackwardCall& call, std::int64_t index, int worker) {
+  using R = SumOf<X>;
   const Problem& p = *call.problem;
   const Item& item = call.items[index];
   const Sequence& seq = p.sequences[static_cast<std::size_t>(item.b)];
   const bool by_chunk = call.by_chunk;
   const bool totals = call.wants.dkv && !by_chunk && call.num_chunks > 1;
   Arena arena(call.scratch + static_cast<std::size_t>(worker) * call.scratch_bytes);
-  BackwardScratch<R> s(arena, p, call.tiles, call.wants.dkv && !by_chunk, totals,
+  BackwardScratch<X> s(arena, p, call.tiles, call.wants.dkv && !by_chunk, totals,
                        call.wants.bias_in_main_pass());
   const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
-  BackwardItem<R> work{call,
+  BackwardItem<X> work{call,
                        p,
                        s,
                        head_group(p, item.b, item.kv_head),

@@ -11,10 +11,11 @@ namespace onefold::cpu::ONEFOLD_ISA {
 inline constexpr int kPassTiles = 16;  // query tiles of one pass
 
 // The query side of one tile, prepared once per pass.
-template <class R>
+template <class X>
 struct QueryData {
-  R *qt, *dot;                   // [d][lane]: q times the score factor; dout
-  R *q, *dout;                   // [lane][d]: as they are, for the sums over queries
+  using R = SumOf<X>;
+  X *qt, *dot;                   // [d][lane]: q times the score factor; dout
+  X *q, *dout;                   // [lane][d]: as they are, for the sums over queries
   R* dqt;                        // [d][lane]
   R *lse, *delta;                // base 2; dO . O - dLSE
   R *shift, *sum;                // of rows weighed again: taken from every score first; the
@@ -26,10 +27,10 @@ struct QueryData {
 
   QueryData(Arena& arena, const Problem& p) {
     constexpr int kL = kLanes<R>;
-    qt = arena.take<R>(p.dim * kL);
-    dot = arena.take<R>(p.dim_v * kL);
-    q = arena.take<R>(padded_dim<R>(p.dim) * kL);
-    dout = arena.take<R>(padded_dim<R>(p.dim_v) * kL);
+    qt = arena.take<X>(operands<X>(p.dim) * kL);
+    dot = arena.take<X>(operands<X>(p.dim_v) * kL);
+    q = arena.take<X>(padded_dim<R>(p.dim) * operands<X>(kL));
+    dout = arena.take<X>(padded_dim<R>(p.dim_v) * operands<X>(kL));
     dqt = arena.take<R>(round_up(p.dim, kPanel) * kL);
     lse = arena.take<R>(kL);
     delta = arena.take<R>(kL);
@@ -56,11 +57,15 @@ inline std::int64_t chunk_elements_of(const Problem& p) {
   return chunk_elements_of<R>(p, round_up(p.longest_k, kMostTileKeys));
 }
 
-template <class R>
+template <class X>
 struct BackwardScratch {
-  R *k_panels, *v_panels, *kt_panels, *row, *rows;
+  using R = SumOf<X>;
+  X *k_panels, *v_panels, *kt_panels, *operand_rows;
+  R *row, *rows;
   int *poison_counts, *poison_keys;
   R *weights, *dscores, *dz, *addend, *dropout;
+  // The same as operands, along lanes and along keys; in place where those are numbers.
+  X *weights_by_lane, *dscores_by_lane, *dscores_by_key;
   R *chunk_dk, *chunk_dv, *total_dk, *total_dv;  // [key][d], private
   LaneFacts<R> lanes;
   std::byte* query_block;
@@ -74,15 +79,25 @@ struct BackwardScratch {
     const std::int64_t key_tiles = t.super_keys / t.keys;
     const std::int64_t panel_keys = round_up(t.keys, kPanel);
     const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
-    k_panels = arena.take<R>(key_tiles * panel_keys * p.dim + kPanelSlack);
-    v_panels = arena.take<R>(key_tiles * panel_keys * p.dim_v + kPanelSlack);
-    kt_panels = arena.take<R>(key_tiles * t.keys * round_up(p.dim, kPanel));
+    k_panels = arena.take<X>(key_tiles * panel_keys * operands<X>(p.dim) + kPanelSlack);
+    v_panels = arena.take<X>(key_tiles * panel_keys * operands<X>(p.dim_v) + kPanelSlack);
+    kt_panels = arena.take<X>(key_tiles * operands<X>(t.keys) * round_up(p.dim, kPanel));
     poison_counts = arena.take<int>(key_tiles);
     poison_keys = arena.take<int>(t.super_keys);
     row = arena.take<R>((dim > dim_v ? dim : dim_v) + t.keys + kPanel);
     rows = arena.take<R>((dim > dim_v ? dim : dim_v) * (kL > kPanelRows ? kL : kPanelRows));
     weights = arena.take<R>(panel_keys * kL);
     dscores = arena.take<R>(panel_keys * kL);
+    if constexpr (kTerms<X> == 2) {
+      operand_rows = arena.take<X>(padded_dim<R>(dim > dim_v ? dim : dim_v) * kL);
+      weights_by_lane = arena.take<X>(panel_keys * operands<X>(kL));
+      dscores_by_lane = arena.take<X>(panel_keys * operands<X>(kL));
+      dscores_by_key = arena.take<X>(operands<X>(panel_keys) * kL);
+    } else {
+      operand_rows = rows;
+      weights_by_lane = weights;
+      dscores_by_lane = dscores_by_key = dscores;
+    }
     dz = arena.take<R>(with_dz ? t.keys * kL : 0);
     addend = arena.take<R>(p.bias || p.mask ? t.keys * kL : 0);
     dropout = arena.take<R>(p.variant.dropout() ? t.keys * kL : 0);
@@ -92,13 +107,13 @@ struct BackwardScratch {
     total_dk = arena.take<R>(totals ? keys * dim : 0);
     total_dv = arena.take<R>(totals ? keys * dim_v : 0);
     Arena one(nullptr);
-    QueryData<R>(one, p);
+    QueryData<X>(one, p);
     query_bytes = one.used();
     query_block = arena.take<std::byte>(static_cast<std::int64_t>(query_bytes) * kPassTiles);
   }
-  QueryData<R> query_data(const Problem& p, std::int64_t idx) const {
+  QueryData<X> query_data(const Problem& p, std::int64_t idx) const {
     Arena arena(query_block + static_cast<std::size_t>(idx) * query_bytes);
-    return QueryData<R>(arena, p);
+    return QueryData<X>(arena, p);
   }
 };
 

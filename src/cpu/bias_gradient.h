@@ -28,11 +28,12 @@ struct BiasTiles {
   std::int64_t count() const { return batches * heads * query_tiles * key_tiles; }
 };
 
-template <class R>
+template <class X>
 struct BiasGradientItem {
+  using R = SumOf<X>;
   const BackwardCall& call;
   const Problem& p;
-  BackwardScratch<R>& s;
+  BackwardScratch<X>& s;
   R* sums;  // [key][lane], the tile; broadcast axes are folded modulo its size and summed at the
             // end
 
@@ -42,8 +43,8 @@ struct BiasGradientItem {
     const Sequence& seq = p.sequences[static_cast<std::size_t>(b)];
     i_end = i_end < seq.used.q ? i_end : seq.used.q;
     j_end = j_end < seq.used.k ? j_end : seq.used.k;
-    BackwardItem<R> work{call, p, s, {b, h / p.group, h, 1}, seq, nullptr, nullptr, false, true};
-    const QueryData<R> x = s.query_data(p, 0);
+    BackwardItem<X> work{call, p, s, {b, h / p.group, h, 1}, seq, nullptr, nullptr, false, true};
+    const QueryData<X> x = s.query_data(p, 0);
     const bool one_tile = i_end - i_begin <= kLanes<R>;
     for (std::int64_t j = j_begin; j < j_end; j += call.tiles.keys) {
       const int count = static_cast<int>(j_end - j < call.tiles.keys ? j_end - j : call.tiles.keys);
@@ -116,13 +117,14 @@ struct BiasGradientItem {
   }
 };
 
-template <class R>
+template <class X>
 void bias_gradient_item(const BackwardCall& call, std::int64_t item, int worker) {
+  using R = SumOf<X>;
   const Problem& p = *call.problem;
   Arena arena(call.scratch + static_cast<std::size_t>(worker) * call.scratch_bytes);
-  BackwardScratch<R> scratch(arena, p, call.tiles, false, false, true);
+  BackwardScratch<X> scratch(arena, p, call.tiles, false, false, true);
   R* sums = arena.take<R>(std::int64_t{call.tiles.keys} * kLanes<R>);
-  BiasGradientItem<R> work{call, p, scratch, sums};
+  BiasGradientItem<X> work{call, p, scratch, sums};
   work.run(BiasTiles<R>(call), item);
 }
 

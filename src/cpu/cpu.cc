@@ -26,6 +26,14 @@ namespace {
 struct InstructionSet {
   const char* name;
   const Kernels* kernels;  // null: not in this build
+  struct {
+    const char* name;
+    const Kernels* kernels;
+  } other;  // of all dtypes but bfloat16, where `kernels` are for that alone
+
+  bool serves(DType dtype) const { return other.kernels == nullptr || dtype == DType::kBFloat16; }
+  const Kernels& kernels_of(DType dtype) const { return serves(dtype) ? *kernels : *other.kernels; }
+  const char* name_of(DType dtype) const { return serves(dtype) ? name : other.name; }
 };
 
 std::vector<InstructionSet> instruction_sets() {
@@ -36,10 +44,18 @@ std::vector<InstructionSet> instruction_sets() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;  // clang 14's builtin does not know f16c
   const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
-  if (avx512 && avx2) sets.push_back({"avx512", avx512_kernels()});
-  if (avx2) sets.push_back({"avx2", avx2_kernels()});
+  const InstructionSet wide{"avx512", avx512_kernels(), {}};
+  if (avx512 && avx2) sets.push_back(wide);
+  if (avx512 && avx2 && __builtin_cpu_supports("avx512bf16")) {
+    // Twice the multiply-adds of float32 on AMD's processors, half as many on Intel's: there, only
+    // when it is asked for.
+    const bool fast = __builtin_cpu_is("amd");
+    const InstructionSet pairs{"avx512_bf16", avx512_bf16_kernels(), {wide.name, wide.kernels}};
+    sets.insert(fast ? sets.begin() : sets.end(), pairs);
+  }
+  if (avx2) sets.push_back({"avx2", avx2_kernels(), {}});
 #endif
-  sets.push_back({"baseline", baseline_kernels()});
+  sets.push_back({"baseline", baseline_kernels(), {}});
   return sets;
 }
 
@@ -168,11 +184,13 @@ void store_numbers(const Problem& p, const Numbers& to, const double* sums,
 
 }  // namespace
 
-CpuFacts facts(int threads) {
-  const Kernels& k = *chosen().kernels;
-  return {chosen().name,   threads,           l2_bytes(),         k.lanes_float,
-          k.lanes_double,  k.forward_scratch, k.backward_scratch, k.chunk_bytes,
-          k.partial_bytes, k.not_decoding};
+const char* instruction_set() { return chosen().name; }
+
+CpuFacts facts(int threads, DType dtype) {
+  const Kernels& k = chosen().kernels_of(dtype);
+  return {chosen().name_of(dtype), threads,           l2_bytes(),         k.lanes_float,
+          k.lanes_double,          k.forward_scratch, k.backward_scratch, k.chunk_bytes,
+          k.partial_bytes,         k.not_decoding};
 }
 
 void run_forward(const Problem& p, const CpuWork& work, const Rows& out, const Numbers& lse,
@@ -181,7 +199,7 @@ void run_forward(const Problem& p, const CpuWork& work, const Rows& out, const N
     clear_rows(p, out, p.rows_q, p.heads_q, p.dim_v);
     if (lse) lse.dtype == DType::kFloat64 ? clear_lse<double>(p, lse) : clear_lse<float>(p, lse);
   }
-  const Kernels& kernels = *chosen().kernels;
+  const Kernels& kernels = chosen().kernels_of(p.dtype);
   ForwardCall call{};
   call.problem = &p;
   call.tiles = work.tiles;
@@ -228,7 +246,7 @@ void run_backward(const Problem& p, const CpuWork& work, const BackwardTensors& 
   call.slope_sums = work.wants.dslopes ? slope_sums : nullptr;
   call.sink_sums = work.wants.dsinks ? sink_sums : nullptr;
 
-  const Kernels& kernels = *chosen().kernels;
+  const Kernels& kernels = chosen().kernels_of(p.dtype);
   for_each(executor, static_cast<std::int64_t>(work.items.size()),
            [&](std::int64_t idx, int worker) { kernels.backward(call, idx, worker); });
   if (work.by_chunk && work.wants.dkv) {
@@ -298,11 +316,13 @@ void merge_states(const Tensor& outs, const Tensor& lses, const Tensor& out, con
 
 double fma_rate(double seconds) {
   constexpr std::int64_t kRounds = 100000;
-  return rate_of(seconds, [&kernels = *chosen().kernels] { return kernels.fma_probe(kRounds); });
+  return rate_of(seconds, [&kernels = chosen().kernels_of(DType::kFloat32)] {
+    return kernels.fma_probe(kRounds);
+  });
 }
 
 double read_rate(const std::vector<std::span<const std::byte>>& memory, double seconds) {
-  const Kernels& kernels = *chosen().kernels;
+  const Kernels& kernels = chosen().kernels_of(DType::kFloat32);
   return rate_of(seconds, [&] {
     std::int64_t bytes = 0;
     for (const auto& part : memory) {

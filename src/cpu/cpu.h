@@ -12,9 +12,12 @@
 
 namespace onefold::cpu {
 
-// The instruction set in use (the widest there is, or ONEFOLD_BACKEND's), cache sizes, and the
-// kernels' own facts. `threads` is that of the executor of the call.
-CpuFacts facts(int threads);
+// The instruction set in use: the fastest there is, or ONEFOLD_BACKEND's.
+const char* instruction_set();
+
+// What of it serves a dtype, cache sizes, and the kernels' own facts. `threads` is that of the
+// executor of the call.
+CpuFacts facts(int threads, DType dtype = DType::kFloat32);
 
 void run_forward(const Problem& problem, const CpuWork& work, const Rows& out, const Numbers& lse,
                  Executor& executor, std::byte* workspace);

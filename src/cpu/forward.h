@@ -24,11 +24,16 @@ static inline bool redone_in_double(const Problem& p) {
   return p.dtype != DType::kFloat64 && (p.bias || p.sinks || p.slopes);
 }
 
-template <class R>
+template <class X>
 struct ForwardScratch {
-  R *k_panels, *v_panels, *row, *rows, *scores, *addend, *dropout;
+  using R = SumOf<X>;
+  static constexpr bool kPairs = kTerms<X> == 2;
+  X *k_panels, *v_panels, *operand_rows, *weights;
+  R *row, *rows, *scores, *addend, *dropout;
   int *poison_counts, *poison_keys;
-  R *qt, *out, *ref, *sum;  // per query tile of the item
+  X* qt;  // per query tile of the item, as all below
+  R *out, *ref, *sum;
+  R* mass;  // the sum of the weights as they were multiplied with V; null where that is sum
   LaneFacts<R> lanes;
   std::int64_t qt_size, out_size;
 
@@ -37,34 +42,44 @@ struct ForwardScratch {
     const std::int64_t key_tiles = t.super_keys / t.keys;
     const std::int64_t panel_keys = round_up(t.keys, kPanel);
     const std::int64_t padded_v = round_up(p.dim_v, kPanel);
-    qt_size = round_up(p.dim * kLanes<R>, 16);
+    const std::int64_t depth = operands<X>(p.dim), value_depth = operands<X>(t.keys);
+    qt_size = round_up(depth * kLanes<R>, 16);
     out_size = padded_v * kLanes<R>;
     // Either layout: panels, or rows padded to whole vectors.
-    k_panels = arena.take<R>(key_tiles * panel_keys * padded_dim<R>(p.dim) + kPanelSlack);
+    k_panels = arena.take<X>(key_tiles * panel_keys * padded_dim<R>(depth) + kPanelSlack);
     v_panels =
-        arena.take<R>(key_tiles * t.keys * (padded_v + padded_dim<R>(p.dim_v)) + kPanelSlack);
+        arena.take<X>(key_tiles * value_depth * (padded_v + padded_dim<R>(p.dim_v)) + kPanelSlack);
     poison_counts = arena.take<int>(key_tiles);
     poison_keys = arena.take<int>(t.super_keys);
     row = arena.take<R>(round_up(p.dim > padded_v ? p.dim : padded_v, 64) + t.keys);
     rows = arena.take<R>(padded_dim<R>(p.dim > p.dim_v ? p.dim : p.dim_v) *
                          (kLanes<R> > kPanelRows ? kLanes<R> : kPanelRows));
     scores = arena.take<R>(panel_keys * kLanes<R>);
+    if constexpr (kPairs) {
+      const std::int64_t most = padded_dim<R>(depth > padded_v ? depth : padded_v);
+      operand_rows = arena.take<X>(most * kLanes<R>);
+      weights = arena.take<X>(operands<X>(panel_keys) * kLanes<R>);
+    } else {
+      operand_rows = rows;
+      weights = scores;
+    }
     addend = arena.take<R>(p.bias || p.mask ? t.keys * kLanes<R> : 0);
     dropout = arena.take<R>(p.variant.dropout() ? t.keys * kLanes<R> : 0);
-    const std::int64_t split_rows = kSplitRows * padded_dim<R>(p.dim_v);
-    qt = arena.take<R>(tiles_per_item * qt_size > split_rows ? tiles_per_item * qt_size
-                                                             : split_rows);
+    qt = arena.take<X>(tiles_per_item * qt_size);
     out = arena.take<R>(tiles_per_item * out_size);
     ref = arena.take<R>(tiles_per_item * kLanes<R>);
     sum = arena.take<R>(tiles_per_item * kLanes<R>);
+    mass = kPairs ? arena.take<R>(tiles_per_item * kLanes<R>) : nullptr;
   }
 };
 
-template <class R>
+template <class X>
 struct ForwardItem {
+  using R = SumOf<X>;
+  static constexpr bool kPairs = kTerms<X> == 2;
   const ForwardCall& call;
   const Problem& p;
-  ForwardScratch<R>& s;
+  ForwardScratch<X>& s;
   HeadGroup heads;
   Sequence seq;
   const bool* only;  // per row of the item: store this one (null: all)
@@ -77,7 +92,7 @@ struct ForwardItem {
   // q's rows, scaled, into s.rows, zeros beyond them up to `width`; the rows' states at their
   // start, with their sink or empty.
   void load_queries(const QueryTile& tile, int width, bool with_sink, R* ref, R* sum) {
-    const double factor = p.variant.scale * (p.variant.scale_only() ? kLog2E : 1.0);
+    const R factor = score_factor<X>(p).of_queries;
     const std::int64_t step = padded_dim<R>(p.dim);
     set_lanes(p, tile, s.lanes);
     touch_lanes(p.q, seq.q_begin, tile, s.lanes, p.dim);
@@ -86,7 +101,7 @@ struct ForwardItem {
       if (lane < tile.rows) {
         load_row(row, p.q.at(heads.b, seq.q_begin + s.lanes.query[lane], s.lanes.head[lane]),
                  p.q.dtype, p.q.dim, p.dim);
-        for (std::int64_t d = 0; d < p.dim; ++d) row[d] *= static_cast<R>(factor);
+        for (std::int64_t d = 0; d < p.dim; ++d) row[d] *= factor;
       } else {
         for (std::int64_t d = 0; d < p.dim; ++d) row[d] = R(0);
       }
@@ -107,27 +122,31 @@ struct ForwardItem {
       touch_rows(p.k, heads.b, row, heads.kv_head, count, p.dim);
       touch_rows(p.v, heads.b, row, heads.kv_head, count, p.dim_v);
       if (single) {
-        pack_rows<R>(p.k, heads.b, row, heads.kv_head, count, p.dim, key_step(), k_tile(idx),
-                     nullptr);
-        pack_rows<R>(p.v, heads.b, row, heads.kv_head, count, p.dim_v, value_step(), v_tile(idx),
-                     &poison);
+        pack_key_rows(p.k, heads.b, row, heads.kv_head, count, p.dim, key_step(), k_tile(idx));
+        pack_value_rows(p.v, heads.b, row, heads.kv_head, count, p.dim_v, value_step(), v_tile(idx),
+                        poison);
       } else {
-        pack_score_panel(p.k, heads.b, row, heads.kv_head, count, p.dim, s.rows, k_tile(idx));
-        pack_value_panel(p.v, heads.b, row, heads.kv_head, count, t.keys, p.dim_v, s.row,
-                         v_tile(idx), poison);
+        pack_score_panel(p.k, heads.b, row, heads.kv_head, count, p.dim, s.operand_rows,
+                         k_tile(idx));
+        pack_value_panel(p.v, heads.b, row, heads.kv_head, count, value_depth(), p.dim_v,
+                         s.operand_rows, v_tile(idx), poison);
       }
       s.poison_counts[idx] = poison.count;
     }
   }
   // Where key tile `idx` of the packed stretch starts, and the distance of rows in it.
-  std::int64_t key_step() const { return single ? padded_dim<R>(p.dim) : p.dim; }
+  std::int64_t key_step() const {
+    const std::int64_t depth = operands<X>(p.dim);
+    return single ? padded_dim<R>(depth) : depth;
+  }
+  std::int64_t value_depth() const { return operands<X>(call.tiles.keys); }
   std::int64_t value_step() const {
     return single ? padded_dim<R>(p.dim_v) : round_up(p.dim_v, kPanel);
   }
-  R* k_tile(std::int64_t idx) const {
+  X* k_tile(std::int64_t idx) const {
     return s.k_panels + idx * round_up(call.tiles.keys, kPanel) * key_step();
   }
-  R* v_tile(std::int64_t idx) const { return s.v_panels + idx * call.tiles.keys * value_step(); }
+  X* v_tile(std::int64_t idx) const { return s.v_panels + idx * value_depth() * value_step(); }
 
   // Values that are not finite reach the rows that see their key, and no other.
   void add_poisoned(const QueryTile& tile, std::int64_t tile_begin, KeyCut cut,
@@ -148,7 +167,7 @@ struct ForwardItem {
 
   template <int N, Layout kLayout>
   void attend(const QueryTile& tile, std::int64_t tile_begin, int tile_keys, std::int64_t panel,
-              const R* qt, R* out, R* ref, R* sum) {
+              const X* qt, R* out, R* ref, R* sum, R* mass) {
     const Tiles& t = call.tiles;
     const KeyCut cut = cut_keys(p, tile, tile_begin, tile_keys);
     if (cut.count == 0) return;
@@ -169,22 +188,22 @@ struct ForwardItem {
 
     Vec<R> top[N], keep[N];
     for (int n = 0; n < N; ++n) top[n] = splat<R>(kEmpty<R>);
-    score_product<R, N, kLayout>(k_tile(panel) + cut.first * key_step(), key_step(), qt, p.dim,
-                                 num_keys, s.scores, top);
+    score_product<X, N, kLayout>(k_tile(panel) + cut.first * key_step(), key_step(), qt, p.dim,
+                                 num_keys, score_factor<X>(p).of_scores, s.scores, top);
     const bool add = p.variant.has_bias || options == TileClass::kPartial;
     if (border || add || !p.variant.scale_only()) {
       modify_scores<R, N>(p, s.lanes, s.scores, add ? s.addend : nullptr, num_keys, border,
                           key_begin, top);
     }
-    absorb_scores<R, N>(s.scores, num_keys, top, ref, sum, keep);
+    absorb_scores<X, N>(s.scores, num_keys, top, ref, sum, mass, s.weights, keep);
     if (p.variant.dropout()) {
       draw_dropout(p, tile, key_begin, num_keys, s.lanes, s.dropout);
-      for (int x = 0; x < num_keys * N * kWidth<R>; ++x) s.scores[x] *= s.dropout[x];
+      drop_weights<X>(s.dropout, num_keys, N * kWidth<R>, s.scores, s.weights);
     }
     const bool rows = kLayout == Layout::kRows;
-    value_product<R, N, kLayout>(v_tile(panel) + cut.first * (rows ? value_step() : kPanel),
-                                 rows ? value_step() : t.keys, s.scores, p.dim_v, num_keys, keep,
-                                 out);
+    const std::int64_t first = cut.first / kTerms<X> * (rows ? value_step() : kPanel);
+    value_product<X, N, kLayout>(v_tile(panel) + first, rows ? value_step() : value_depth(),
+                                 s.weights, p.dim_v, num_keys, keep, out);
     if (poison.count > 0) {
       add_poisoned(tile, tile_begin, cut, poison, add ? s.addend : nullptr, out);
     }
@@ -192,21 +211,24 @@ struct ForwardItem {
 
   template <int N>
   void attend_as(const QueryTile& tile, std::int64_t key_begin, int num_keys, std::int64_t panel,
-                 const R* qt, R* out, R* ref, R* sum) {
-    single ? attend<N, Layout::kRows>(tile, key_begin, num_keys, panel, qt, out, ref, sum)
-           : attend<N, Layout::kPanels>(tile, key_begin, num_keys, panel, qt, out, ref, sum);
+                 const X* qt, R* out, R* ref, R* sum, R* mass) {
+    single ? attend<N, Layout::kRows>(tile, key_begin, num_keys, panel, qt, out, ref, sum, mass)
+           : attend<N, Layout::kPanels>(tile, key_begin, num_keys, panel, qt, out, ref, sum, mass);
   }
   void attend_any(const QueryTile& tile, std::int64_t key_begin, int num_keys, std::int64_t panel,
-                  const R* qt, R* out, R* ref, R* sum) {
+                  std::int64_t idx) {
+    const X* qt = s.qt + idx * s.qt_size;
+    R *out = s.out + idx * s.out_size, *ref = s.ref + idx * kLanes<R>;
+    R *sum = s.sum + idx * kLanes<R>, *mass = kPairs ? s.mass + idx * kLanes<R> : nullptr;
     if constexpr (kTileVectors == 3) {
       if (tile.vectors == 3) {
-        return attend_as<3>(tile, key_begin, num_keys, panel, qt, out, ref, sum);
+        return attend_as<3>(tile, key_begin, num_keys, panel, qt, out, ref, sum, mass);
       }
     }
     if (tile.vectors == 2) {
-      return attend_as<2>(tile, key_begin, num_keys, panel, qt, out, ref, sum);
+      return attend_as<2>(tile, key_begin, num_keys, panel, qt, out, ref, sum, mass);
     }
-    attend_as<1>(tile, key_begin, num_keys, panel, qt, out, ref, sum);
+    attend_as<1>(tile, key_begin, num_keys, panel, qt, out, ref, sum, mass);
   }
 
   // Divides s.rows and stores; tells whether some row must be done again in double.
@@ -249,8 +271,15 @@ struct ForwardItem {
     for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
       const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
       const int width = q.vectors * kWidth<R>;
+      const std::int64_t depth = operands<X>(p.dim), step = padded_dim<R>(depth);
       load_queries(q, width, with_sink, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
-      transpose(s.rows, padded_dim<R>(p.dim), width, p.dim, s.qt + idx * s.qt_size, width);
+      if constexpr (kPairs) {
+        for (int lane = 0; lane < width; ++lane) {
+          s.mass[idx * kLanes<R> + lane] = s.sum[idx * kLanes<R> + lane];
+          narrow_row(s.rows + lane * padded_dim<R>(p.dim), p.dim, s.operand_rows + lane * step);
+        }
+      }
+      transpose(s.operand_rows, step, width, depth, s.qt + idx * s.qt_size, width);
       R* out = s.out + idx * s.out_size;
       for (std::int64_t x = 0; x < round_up(p.dim_v, kPanel) * width; ++x) out[x] = R(0);
     }
@@ -268,9 +297,25 @@ struct ForwardItem {
         set_lanes(p, q, s.lanes);
         for (std::int64_t j = super; j < key_end; j += t.keys) {
           const int count = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
-          attend_any(q, j, count, (j - super) / t.keys, s.qt + idx * s.qt_size,
-                     s.out + idx * s.out_size, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
+          attend_any(q, j, count, (j - super) / t.keys, idx);
         }
+      }
+    }
+    for (std::int64_t idx = 0; kPairs && idx < num_tiles; ++idx) {
+      settle(tile(row_begin + idx * kLanes<R>, row_end), idx);
+    }
+  }
+
+  // Makes out, a sum with rounded weights, the one that belongs to `sum`.
+  void settle(const QueryTile& tile, std::int64_t idx) {
+    const int width = tile.vectors * kWidth<R>;
+    R* out = s.out + idx * s.out_size;
+    for (int n = 0; n < width; n += kWidth<R>) {
+      const Vec<R> mass = load(s.mass + idx * kLanes<R> + n);
+      const Vec<R> ratio = load(s.sum + idx * kLanes<R> + n) / mass;
+      const Vec<R> factor = mass == Vec<R>{} ? splat<R>(R(1)) : ratio;
+      for (std::int64_t d = 0; d < p.dim_v; ++d) {
+        store(out + d * width + n, load(out + d * width + n) * factor);
       }
     }
   }
@@ -418,9 +463,9 @@ inline void keep_partial(const ForwardCall& call, std::int64_t slot, std::int64_
   }
 }
 
-static void decode_item(const ForwardCall& call, const Item& item, bool with_sink,
-                        ForwardScratch<float>& s, Arena& arena) {
+static void decode_item(const ForwardCall& call, const Item& item, bool with_sink, Arena& arena) {
   const Problem& p = *call.problem;
+  ForwardScratch<float> s(arena, p, call.tiles, 1);
   const DecodeScratch to(arena, p, item.kv_heads);
   if (p.dtype == DType::kBFloat16) {
     decode_heads_any<BFloat16>(call, item, with_sink, s, to);
@@ -447,24 +492,25 @@ static void decode_item(const ForwardCall& call, const Item& item, bool with_sin
   }
 }
 
-template <class R>
+template <class X>
 void forward_item(const ForwardCall& call, std::int64_t index, int worker) {
+  using R = SumOf<X>;
   const Problem& p = *call.problem;
   const Item& item = call.items[index];
   Arena arena(call.scratch + static_cast<std::size_t>(worker) * call.scratch_bytes);
   const std::int64_t rows = item.row_end - item.row_begin;
   const std::int64_t tiles = (rows + kLanes<R> - 1) / kLanes<R>;
-  ForwardScratch<R> s(arena, p, call.tiles, tiles);
   const Sequence& seq = p.sequences[static_cast<std::size_t>(item.b)];
   // The sink belongs to the whole row: of a split, the first stretch brings it.
   const bool with_sink = item.partial < 0 || item.first;
   if constexpr (sizeof(R) == 4) {
     // Asked of the sequence, not of the item: how work is cut up must not choose the arithmetic.
-    if (decodable(p, seq.used.q * p.group)) return decode_item(call, item, with_sink, s, arena);
+    if (decodable(p, seq.used.q * p.group)) return decode_item(call, item, with_sink, arena);
   }
+  ForwardScratch<X> s(arena, p, call.tiles, tiles);
   for (std::int64_t n = 0; n < item.kv_heads; ++n) {
     const HeadGroup heads = head_group(p, item.b, item.kv_head + n);
-    ForwardItem<R> work{call, p, s, heads, seq, nullptr, tiles == 1};
+    ForwardItem<X> work{call, p, s, heads, seq, nullptr, tiles == 1};
     work.run(item.row_begin, item.row_end, item.key_begin, item.key_end, with_sink);
     if (item.partial < 0) {
       const bool extreme = work.finish_all(item.row_begin, item.row_end);
@@ -474,7 +520,7 @@ void forward_item(const ForwardCall& call, std::int64_t index, int worker) {
       continue;
     }
     const std::int64_t step = padded_dim<R>(p.dim_v);
-    R* out = s.qt;  // the queries are done with: room for kSplitRows rows
+    R* out = s.rows;
     for (std::int64_t r = 0; r < rows; r += kLanes<R>) {
       const QueryTile tile = work.tile(r, rows);
       transpose(s.out + r / kLanes<R> * s.out_size, tile.vectors * kWidth<R>, p.dim_v, tile.rows,
@@ -485,9 +531,10 @@ void forward_item(const ForwardCall& call, std::int64_t index, int worker) {
 }
 
 // Rows [row_begin, row_end) of a split, at most one tile: the states of its stretches, merged.
-template <class R>
+template <class X>
 inline void merge_partials(const ForwardCall& call, const Split& split, std::int64_t row_begin,
-                           std::int64_t row_end, ForwardScratch<R>& s) {
+                           std::int64_t row_end, ForwardScratch<X>& s) {
+  using R = SumOf<X>;
   const Problem& p = *call.problem;
   const std::int64_t step = padded_dim<R>(p.dim_v), rows = row_end - row_begin;
   for (std::int64_t r = 0; r < rows; ++r) {
@@ -511,14 +558,15 @@ inline void merge_partials(const ForwardCall& call, const Split& split, std::int
   }
 }
 
-template <class R>
+template <class X>
 void merge_split_item(const ForwardCall& call, std::int64_t index, int worker) {
+  using R = SumOf<X>;
   const Problem& p = *call.problem;
   const Split& split = call.splits[index];
   Arena arena(call.scratch + static_cast<std::size_t>(worker) * call.scratch_bytes);
-  ForwardScratch<R> s(arena, p, call.tiles, 1);
+  ForwardScratch<X> s(arena, p, call.tiles, 1);
   const Sequence& seq = p.sequences[static_cast<std::size_t>(split.b)];
-  ForwardItem<R> work{call, p, s, head_group(p, split.b, split.kv_head), seq, nullptr, true};
+  ForwardItem<X> work{call, p, s, head_group(p, split.b, split.kv_head), seq, nullptr, true};
   for (std::int64_t r = 0; r < split.rows; r += kLanes<R>) {
     const std::int64_t end = r + kLanes<R> < split.rows ? r + kLanes<R> : split.rows;
     merge_partials(call, split, r, end, s);
@@ -529,16 +577,18 @@ void merge_split_item(const ForwardCall& call, std::int64_t index, int worker) {
   }
 }
 
-inline std::size_t forward_scratch_of(const Problem& p, const Tiles& t, std::int64_t tiles) {
-  Arena arena(nullptr);
-  if (p.dtype == DType::kFloat64) {
-    ForwardScratch<double>(arena, p, t, tiles);
-  } else {
-    ForwardScratch<float>(arena, p, t, tiles);
-    if (decodable(p, 1)) DecodeScratch(arena, p, p.heads_k);
-    if (redone_in_double(p)) ForwardScratch<double>(arena, p, t, 1);
+template <class X>
+std::size_t forward_scratch_of(const Problem& p, const Tiles& t, std::int64_t tiles) {
+  Arena tiled(nullptr), decoding(nullptr);
+  ForwardScratch<X>(tiled, p, t, tiles);
+  if (sizeof(X) == 4 && decodable(p, 1)) {
+    ForwardScratch<float>(decoding, p, t, 1);
+    DecodeScratch(decoding, p, p.heads_k);
   }
-  return arena.used();
+  for (Arena* arena : {&tiled, &decoding}) {
+    if (redone_in_double(p)) ForwardScratch<double>(*arena, p, t, 1);
+  }
+  return tiled.used() > decoding.used() ? tiled.used() : decoding.used();
 }
 
 }  // namespace onefold::cpu::ONEFOLD_ISA

@@ -48,6 +48,22 @@ inline Vec<R> natural_score(const Variant& variant, Vec<R> x, const At<Vec<R>>& 
   return x == splat<R>(kEmpty<R>) ? z : max(splat<R>(std::numeric_limits<R>::lowest()), z);
 }
 
+// What products are scaled by to become base-2 scores, natural ones where the variant needs those.
+// Numbers are scaled before they are multiplied; pairs by a power of two, which is exact, and the
+// scores by what remains.
+template <class X>
+struct ScoreFactor {
+  SumOf<X> of_queries, of_scores;
+};
+template <class X>
+inline ScoreFactor<X> score_factor(const Problem& p) {
+  using R = SumOf<X>;
+  const double factor = p.variant.scale * (p.variant.scale_only() ? kLog2E : 1.0);
+  if (kTerms<X> == 1 || factor == 0) return {static_cast<R>(factor), R(1)};
+  const int exponent = std::ilogb(factor);
+  return {static_cast<R>(std::ldexp(1.0, exponent)), static_cast<R>(std::ldexp(factor, -exponent))};
+}
+
 // Turns scale * q.k into scores of the variant, in base 2 unless kUnits says natural, and hides
 // what is hidden. `addend` is null when there is nothing to add; top becomes the largest of each
 // lane.
@@ -86,34 +102,64 @@ inline void modify_scores(const Problem& p, const LaneFacts<R>& lanes, R* scores
   }
 }
 
-// Scores become weights against the raised reference; keep is what the old sum was scaled by.
-template <class R, int N>
-inline void absorb_scores(R* scores, int num_keys, const Vec<R> (&top)[N], R* ref, R* sum,
-                          Vec<R> (&keep)[N]) {
+// Scores become weights against the raised reference; keep is what the old sum was scaled by. As
+// operands of a product they go to `weights`, in place where those are numbers. Pairs round them:
+// `mass` is the sum of the rounded ones, null otherwise.
+template <class X, int N>
+inline void absorb_scores(SumOf<X>* scores, int num_keys, const Vec<SumOf<X>> (&top)[N],
+                          SumOf<X>* ref, SumOf<X>* sum, SumOf<X>* mass, X* weights,
+                          Vec<SumOf<X>> (&keep)[N]) {
+  using R = SumOf<X>;
   constexpr int kRow = N * kWidth<R>;
   for (int n = 0; n < N; ++n) {
-    R* column = scores + n * kWidth<R>;
-    Softmax<Vec<R>> state{load(ref + n * kWidth<R>), load(sum + n * kWidth<R>)};
+    const int column = n * kWidth<R>;
+    Softmax<Vec<R>> state{load(ref + column), load(sum + column)};
     keep[n] = raise<IntegerGauge>(state, top[n]);
     const Vec<R> against = anchor(state.ref);
-    Vec<R> total{}, other{};
+    Vec<R> total{}, other{}, rounded{};
+    const auto absorb = [&](int key, Vec<R> x, Vec<R> y) {
+      store(scores + key * kRow + column, x);
+      total += x;
+      if constexpr (kTerms<X> == 2) {
+        constexpr Pair kOnes = 0x3F803F80;
+        const Vec<Pair> both = pairs_of(x, y);
+        store(weights + key / 2 * kRow + column, both);
+        rounded = multiply_add(both, splat(kOnes), rounded);
+      }
+    };
     int key = 0;
     for (; key + 2 <= num_keys; key += 2) {
-      R* at = column + key * kRow;
-      const Vec<R> x = weight_from(load(at), against);
+      R* at = scores + key * kRow + column;
       const Vec<R> y = weight_from(load(at + kRow), against);
-      store(at, x);
+      absorb(key, weight_from(load(at), against), y);
       store(at + kRow, y);
-      total += x;
       other += y;
     }
     if (key < num_keys) {
-      const Vec<R> x = weight_from(load(column + key * kRow), against);
-      store(column + key * kRow, x);
-      total += x;
+      absorb(key, weight_from(load(scores + key * kRow + column), against), Vec<R>{});
     }
-    store(ref + n * kWidth<R>, state.ref);
-    store(sum + n * kWidth<R>, state.sum + (total + other));
+    store(ref + column, state.ref);
+    store(sum + column, state.sum + (total + other));
+    if constexpr (kTerms<X> == 2) {
+      store(mass + column, load(mass + column) * keep[n] + rounded);
+    }
+  }
+}
+
+// Weights after dropout, factors being 0 or 1.
+template <class X>
+inline void drop_weights(const SumOf<X>* factors, int num_keys, int row, SumOf<X>* scores,
+                         X* weights) {
+  for (int x = 0; x < num_keys * row; ++x) scores[x] *= factors[x];
+  if constexpr (kTerms<X> == 2) {
+    for (int key = 0; key < num_keys; key += 2) {
+      for (int lane = 0; lane < row; ++lane) {
+        const float* at = factors + key * row + lane;
+        const Pair low = at[0] != 0 ? 0x0000FFFF : 0;
+        const Pair high = key + 1 < num_keys && at[row] != 0 ? static_cast<Pair>(0xFFFF0000) : 0;
+        weights[key / 2 * row + lane] &= low | high;
+      }
+    }
   }
 }
 

@@ -4,10 +4,11 @@
 // Layouts. A vector holds one element of kWidth rows. "Transposed" query data is [d][lane]; K and V
 // panels interleave kPanel rows so that one register tile reads them front to back:
 //   score panel [key / kPanel][d][kPanel]     value panel [d / kPanel][key][kPanel]
-// Compiled once per instruction set; includes simd.h and kernels.h.
+// The axis that a product sums over is counted in operands: two of its elements where X is Pair.
+// Compiled once per instruction set; includes pairs.h and kernels.h.
 #pragma once
 
-#include "cpu/isa/simd.h"
+#include "cpu/isa/pairs.h"
 #include "cpu/kernels.h"
 
 namespace onefold::cpu::ONEFOLD_ISA {
@@ -53,9 +54,10 @@ class BasicArena {
 using Arena = BasicArena<Vec<float>>;  // a type of this instruction set
 
 // acc[m][n] = sum_k a[m * a_row + k * a_step] * b[k * b_step + n * kWidth], handed to `finish`.
-template <class R, int M, int N, class Finish>
-inline void product(const R* a, std::int64_t a_row, std::int64_t a_step, const R* b,
+template <class X, int M, int N, class Finish>
+inline void product(const X* a, std::int64_t a_row, std::int64_t a_step, const X* b,
                     std::int64_t b_step, std::int64_t depth, Finish&& finish) {
+  using R = SumOf<X>;
   Vec<R> acc[M][N];
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
@@ -63,16 +65,16 @@ inline void product(const R* a, std::int64_t a_row, std::int64_t a_step, const R
     for (int n = 0; n < N; ++n) acc[m][n] = Vec<R>{};
   }
   for (std::int64_t k = 0; k < depth; ++k) {
-    Vec<R> row[N];
+    Vec<X> row[N];
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) {
       row[n] = pinned(load(b + n * kWidth<R>));
     }
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
-      const Vec<R> x = splat(a[m * a_row]);
+      const Vec<X> x = splat(a[m * a_row]);
 #pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) acc[m][n] = fma(x, row[n], acc[m][n]);
+      for (int n = 0; n < N; ++n) acc[m][n] = multiply_add(x, row[n], acc[m][n]);
     }
     a += a_step;
     b += b_step;
@@ -99,26 +101,33 @@ static inline void touch_rows(const Rows& rows, std::int64_t b, std::int64_t fir
 // will read them. The arithmetic is the same.
 enum class Layout { kPanels, kRows };
 
-// scores[key][lane] = sum_d K[key][d] * Qt[d][lane] for num_keys keys; `row_step` is the distance
-// of rows in Layout::kRows. Raises top[lane] to their maximum while they are still in registers.
-template <class R, int N, Layout kLayout>
-inline void score_product(const R* keys, std::int64_t row_step, const R* qt, std::int64_t dim,
-                          int num_keys, R* scores, Vec<R> (&top)[N]) {
+// scores[key][lane] = factor * sum_d K[key][d] * Qt[d][lane] for num_keys keys; `row_step` is the
+// distance of rows in Layout::kRows. Raises top[lane] to their maximum while they are still in
+// registers. Where operands are numbers the factor is in Qt.
+template <class X, int N, Layout kLayout>
+inline void score_product(const X* keys, std::int64_t row_step, const X* qt, std::int64_t dim,
+                          int num_keys, SumOf<X> factor, SumOf<X>* scores,
+                          Vec<SumOf<X>> (&top)[N]) {
+  using R = SumOf<X>;
   constexpr int kRow = N * kWidth<R>;
   constexpr bool kRows = kLayout == Layout::kRows;
+  const std::int64_t depth = operands<X>(dim);
+  const Vec<R> scale = splat<R>(factor);
   for (int first = 0; first < num_keys; first += kPanel) {
     const int valid = num_keys - first < kPanel ? num_keys - first : kPanel;
     R* to = scores + first * kRow;
-    const R* from = keys + first * (kRows ? row_step : dim);
-    product<R, kPanel, N>(from, kRows ? row_step : 1, kRows ? 1 : kPanel, qt, kRow, dim,
+    const X* from = keys + first * (kRows ? row_step : depth);
+    product<X, kPanel, N>(from, kRows ? row_step : 1, kRows ? 1 : kPanel, qt, kRow, depth,
                           [&](auto& acc) {
 #pragma GCC unroll 16
                             for (int m = 0; m < kPanel; ++m) {
                               if (m >= valid) break;
 #pragma GCC unroll 16
                               for (int n = 0; n < N; ++n) {
-                                store(to + m * kRow + n * kWidth<R>, acc[m][n]);
-                                top[n] = max(top[n], acc[m][n]);
+                                Vec<R> x = acc[m][n];
+                                if constexpr (kTerms<X> == 2) x *= scale;
+                                store(to + m * kRow + n * kWidth<R>, x);
+                                top[n] = max(top[n], x);
                               }
                             }
                           });
@@ -127,16 +136,17 @@ inline void score_product(const R* keys, std::int64_t row_step, const R* qt, std
 
 // sum[d][lane] = sum[d][lane] * keep[lane] + sum_key V[key][d] * weights[key][lane]. The tile's own
 // sum starts at zero and is added once: blocked summation at no cost. Rows of `sum` are padded to
-// kPanel. `step` is the number of keys of a value panel, or the distance of rows.
-template <class R, int N, Layout kLayout>
-inline void value_product(const R* values, std::int64_t step, const R* weights, std::int64_t dim,
-                          int num_keys, const Vec<R>* keep, R* sum) {
+// kPanel. `step` is the number of keys of a value panel, in operands, or the distance of rows.
+template <class X, int N, Layout kLayout>
+inline void value_product(const X* values, std::int64_t step, const X* weights, std::int64_t dim,
+                          int num_keys, const Vec<SumOf<X>>* keep, SumOf<X>* sum) {
+  using R = SumOf<X>;
   constexpr int kRow = N * kWidth<R>;
   constexpr bool kRows = kLayout == Layout::kRows;
   for (std::int64_t first = 0; first < dim; first += kPanel) {
     R* to = sum + first * kRow;
-    product<R, kPanel, N>(values + first * (kRows ? 1 : step), 1, kRows ? step : kPanel, weights,
-                          kRow, num_keys, [&](auto& acc) {
+    product<X, kPanel, N>(values + first * (kRows ? 1 : step), 1, kRows ? step : kPanel, weights,
+                          kRow, operands<X>(num_keys), [&](auto& acc) {
 #pragma GCC unroll 16
                             for (int m = 0; m < kPanel; ++m) {
 #pragma GCC unroll 16
@@ -149,11 +159,13 @@ inline void value_product(const R* values, std::int64_t step, const R* weights, 
   }
 }
 
-// sum[key][d] += sum_lane weights[key][lane] * rows[lane][d], d padded to vectors, keys to
-// kOuterRows (rows of `weights` and `sum` beyond num_keys exist).
-template <class R, int M, int N>
-inline void outer_block(const R* weights, int lanes, const R* rows, std::int64_t row_step, R* sum) {
-  product<R, M, N>(weights, lanes, 1, rows, row_step, lanes, [&](auto& acc) {
+// sum[key][d] += sum_lane weights[key][lane] * rows[lane][d], lanes in operands, d padded to
+// vectors, keys to kOuterRows (rows of `weights` and `sum` beyond num_keys exist).
+template <class X, int M, int N>
+inline void outer_block(const X* weights, int lanes, const X* rows, std::int64_t row_step,
+                        SumOf<X>* sum) {
+  using R = SumOf<X>;
+  product<X, M, N>(weights, lanes, 1, rows, row_step, lanes, [&](auto& acc) {
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 16
@@ -164,19 +176,20 @@ inline void outer_block(const R* weights, int lanes, const R* rows, std::int64_t
     }
   });
 }
-template <class R>
-inline void outer_product(const R* weights, int lanes, const R* rows, std::int64_t row_step,
-                          int num_keys, R* sum) {
+template <class X>
+inline void outer_product(const X* weights, int lanes, const X* rows, std::int64_t row_step,
+                          int num_keys, SumOf<X>* sum) {
+  using R = SumOf<X>;
   constexpr int kStep = kOuterVectors * kWidth<R>;
   for (int key = 0; key < num_keys; key += kOuterRows) {
-    const R* w = weights + key * lanes;
+    const X* w = weights + key * lanes;
     R* to = sum + key * row_step;
     std::int64_t d = 0;
     for (; d + kStep <= row_step; d += kStep) {
-      outer_block<R, kOuterRows, kOuterVectors>(w, lanes, rows + d, row_step, to + d);
+      outer_block<X, kOuterRows, kOuterVectors>(w, lanes, rows + d, row_step, to + d);
     }
     for (; d < row_step; d += kWidth<R>) {
-      outer_block<R, kOuterRows, 1>(w, lanes, rows + d, row_step, to + d);
+      outer_block<X, kOuterRows, 1>(w, lanes, rows + d, row_step, to + d);
     }
   }
 }
@@ -193,12 +206,13 @@ inline bool all_finite(const R* row, std::int64_t count) {
   return sum == R(0);
 }
 
-// to[c * to_step + r] = from[r * from_step + c] for an 8 x 8 block of floats.
-inline void transpose_8x8(const float* from, std::int64_t from_step, float* to,
-                          std::int64_t to_step) {
+// to[c * to_step + r] = from[r * from_step + c] for an 8 x 8 block of 32-bit numbers or pairs.
+template <class X>
+inline void transpose_8x8(const X* from, std::int64_t from_step, X* to, std::int64_t to_step) {
 #if defined(__AVX2__)
   __m256 row[8], pair[8];
-  for (int r = 0; r < 8; ++r) row[r] = _mm256_loadu_ps(from + r * from_step);
+  for (int r = 0; r < 8; ++r)
+    row[r] = _mm256_loadu_ps(reinterpret_cast<const float*>(from + r * from_step));
   for (int r = 0; r < 4; ++r) {  // columns 0, 1 and 2, 3 of row pairs, per 128-bit half
     pair[2 * r] = _mm256_unpacklo_ps(row[2 * r], row[2 * r + 1]);
     pair[2 * r + 1] = _mm256_unpackhi_ps(row[2 * r], row[2 * r + 1]);
@@ -211,10 +225,12 @@ inline void transpose_8x8(const float* from, std::int64_t from_step, float* to,
     row[4 * half + 3] = _mm256_shuffle_ps(p[1], p[3], 0xEE);
   }
   for (int c = 0; c < 4; ++c) {
-    _mm256_storeu_ps(to + c * to_step, _mm256_permute2f128_ps(row[c], row[4 + c], 0x20));
+    _mm256_storeu_ps(reinterpret_cast<float*>(to + c * to_step),
+                     _mm256_permute2f128_ps(row[c], row[4 + c], 0x20));
   }
   for (int c = 0; c < 4; ++c) {
-    _mm256_storeu_ps(to + (4 + c) * to_step, _mm256_permute2f128_ps(row[c], row[4 + c], 0x31));
+    _mm256_storeu_ps(reinterpret_cast<float*>(to + (4 + c) * to_step),
+                     _mm256_permute2f128_ps(row[c], row[4 + c], 0x31));
   }
 #else
   for (int c = 0; c < 8; ++c) {
@@ -224,11 +240,11 @@ inline void transpose_8x8(const float* from, std::int64_t from_step, float* to,
 }
 
 // to[c * to_step + r] = from[r * from_step + c], r < rows, c < columns.
-template <class R>
-inline void transpose(const R* from, std::int64_t from_step, std::int64_t rows,
-                      std::int64_t columns, R* to, std::int64_t to_step) {
+template <class X>
+inline void transpose(const X* from, std::int64_t from_step, std::int64_t rows,
+                      std::int64_t columns, X* to, std::int64_t to_step) {
   std::int64_t r = 0;
-  if constexpr (sizeof(R) == 4) {
+  if constexpr (sizeof(X) == 4) {
     for (; r + 8 <= rows; r += 8) {
       std::int64_t c = 0;
       for (; c + 8 <= columns; c += 8) {
@@ -255,59 +271,95 @@ struct PoisonList {
   int* keys;  // relative to the tile
 };
 
+// A row of keys as a product's operands along d.
+template <class X>
+inline void load_key(X* to, const Rows& from, const void* row, std::int64_t dim) {
+  if constexpr (kTerms<X> == 2) {
+    load_pairs(static_cast<const std::uint16_t*>(row), from.dim, dim, to);
+  } else {
+    load_row(to, row, from.dtype, from.dim, dim);
+  }
+}
+
 // `rows` holds kPanelRows rows of `dim`, padded to a whole number of vectors.
-template <class R>
+template <class X>
 inline void pack_score_panel(const Rows& from, std::int64_t b, std::int64_t first_row,
-                             std::int64_t head, int count, std::int64_t dim, R* rows, R* panel) {
-  const std::int64_t step = padded_dim<R>(dim);
+                             std::int64_t head, int count, std::int64_t dim, X* rows, X* panel) {
+  const std::int64_t depth = operands<X>(dim), step = padded_dim<SumOf<X>>(depth);
   for (int first = 0; first < count; first += kPanel) {
     for (int m = 0; m < kPanelRows; ++m) {
-      R* row = rows + m * step;
+      X* row = rows + m * step;
       if (m < kPanel && first + m < count) {
-        load_row(row, from.at(b, first_row + first + m, head), from.dtype, from.dim, dim);
+        load_key(row, from, from.at(b, first_row + first + m, head), dim);
       } else {
-        for (std::int64_t d = 0; d < dim; ++d) row[d] = R(0);
+        for (std::int64_t d = 0; d < depth; ++d) row[d] = X(0);
       }
     }
-    R* to = panel + first * dim;
-    if (sizeof(R) == 4 && dim % 8 == 0) {
-      transpose(rows, step, kPanelRows, dim, to, kPanel);
+    X* to = panel + first * depth;
+    if (sizeof(X) == 4 && depth % 8 == 0) {
+      transpose(rows, step, kPanelRows, depth, to, kPanel);
     } else {
-      transpose(rows, step, kPanel, dim, to, kPanel);
+      transpose(rows, step, kPanel, depth, to, kPanel);
     }
   }
 }
 
-// The same keys as plain rows of `step` elements; `poison` as below, null when not wanted.
-template <class R>
-inline void pack_rows(const Rows& from, std::int64_t b, std::int64_t first_row, std::int64_t head,
-                      int count, std::int64_t dim, std::int64_t step, R* to, PoisonList* poison) {
-  if (poison) poison->count = 0;
+// The same keys as plain rows of `step` operands.
+template <class X>
+inline void pack_key_rows(const Rows& from, std::int64_t b, std::int64_t first_row,
+                          std::int64_t head, int count, std::int64_t dim, std::int64_t step,
+                          X* to) {
   for (int key = 0; key < count; ++key, to += step) {
-    load_row(to, from.at(b, first_row + key, head), from.dtype, from.dim, dim);
-    if (poison && !all_finite(to, dim)) {
-      poison->keys[poison->count++] = key;
-      for (std::int64_t d = 0; d < dim; ++d) to[d] = R(0);
-    }
+    load_key(to, from, from.at(b, first_row + key, head), dim);
   }
 }
 
-template <class R>
+// The values of `key` as a product's operands along keys, those of the next key beside them where
+// an operand holds two; rows that are not finite, listed, and what lies beyond `count`, as zeros.
+template <class X>
+inline void load_value(X* to, const Rows& from, std::int64_t b, std::int64_t first_row,
+                       std::int64_t head, int key, int count, std::int64_t dim,
+                       PoisonList& poison) {
+  if constexpr (kTerms<X> == 2) {
+    const std::uint16_t* row[2] = {};
+    for (int n = 0; n < 2 && key + n < count; ++n) {
+      row[n] = reinterpret_cast<const std::uint16_t*>(from.at(b, first_row + key + n, head));
+      if (all_finite(row[n], from.dim, dim)) continue;
+      poison.keys[poison.count++] = key + n;
+      row[n] = nullptr;
+    }
+    interleave_rows(row[0], row[1], from.dim, dim, to);
+  } else {
+    load_row(to, from.at(b, first_row + key, head), from.dtype, from.dim, dim);
+    if (all_finite(to, dim)) return;
+    poison.keys[poison.count++] = key;
+    for (std::int64_t d = 0; d < dim; ++d) to[d] = X(0);
+  }
+}
+
+template <class X>
+inline void pack_value_rows(const Rows& from, std::int64_t b, std::int64_t first_row,
+                            std::int64_t head, int count, std::int64_t dim, std::int64_t step,
+                            X* to, PoisonList& poison) {
+  poison.count = 0;
+  for (int key = 0; key < count; key += kTerms<X>, to += step) {
+    load_value(to, from, b, first_row, head, key, count, dim, poison);
+  }
+}
+
+// `panel_keys` is the number of keys of a panel, in operands.
+template <class X>
 inline void pack_value_panel(const Rows& from, std::int64_t b, std::int64_t first_row,
-                             std::int64_t head, int count, int panel_keys, std::int64_t dim, R* row,
-                             R* panel, PoisonList& poison) {
+                             std::int64_t head, int count, std::int64_t panel_keys,
+                             std::int64_t dim, X* row, X* panel, PoisonList& poison) {
   const std::int64_t padded = round_up(dim, kPanel);
   poison.count = 0;
-  for (int key = 0; key < count; ++key) {
-    load_row(row, from.at(b, first_row + key, head), from.dtype, from.dim, dim);
-    for (std::int64_t d = dim; d < padded; ++d) row[d] = R(0);
-    if (!all_finite(row, dim)) {
-      poison.keys[poison.count++] = key;
-      for (std::int64_t d = 0; d < dim; ++d) row[d] = R(0);
-    }
-    R* to = panel + key * kPanel;
+  for (int key = 0; key < count; key += kTerms<X>, panel += kPanel) {
+    load_value(row, from, b, first_row, head, key, count, dim, poison);
+    for (std::int64_t d = dim; d < padded; ++d) row[d] = X(0);
+    X* to = panel;
     for (std::int64_t d = 0; d < padded; d += kPanel, to += panel_keys * kPanel) {
-      __builtin_memcpy(to, row + d, kPanel * sizeof(R));
+      __builtin_memcpy(to, row + d, kPanel * sizeof(X));
     }
   }
 }

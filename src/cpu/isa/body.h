@@ -7,53 +7,61 @@
 
 namespace onefold::cpu::ONEFOLD_ISA {
 
-static bool in_double(const Problem& p) { return p.dtype == DType::kFloat64; }
+// Calls `function` with a value of the type that the products of a problem take. Where they take
+// pairs, these kernels are asked for nothing else.
+template <class Function>
+inline auto with_operands(const Problem& p, Function&& function) {
+  if constexpr (kHasPairs) {
+    return function(Pair{});
+  } else {
+    return p.dtype == DType::kFloat64 ? function(double{}) : function(float{});
+  }
+}
+
+static std::size_t forward_scratch(const Problem& p, const Tiles& t, std::int64_t tiles_per_item) {
+  return with_operands(p, [&]<class X>(X) { return forward_scratch_of<X>(p, t, tiles_per_item); });
+}
 
 static std::size_t backward_scratch(const Problem& p, const Tiles& t, const BackwardWants& wants,
                                     bool by_chunk, std::int64_t num_chunks) {
-  const auto bytes = [&]<class R>(R) {
+  return with_operands(p, [&]<class X>(X) {
     Arena main(nullptr);
-    BackwardScratch<R>(main, p, t, wants.dkv && !by_chunk, wants.dkv && !by_chunk && num_chunks > 1,
+    BackwardScratch<X>(main, p, t, wants.dkv && !by_chunk, wants.dkv && !by_chunk && num_chunks > 1,
                        wants.bias_in_main_pass());
     Arena bias(nullptr);
-    BackwardScratch<R>(bias, p, t, false, false, true);
-    bias.take<R>(std::int64_t{t.keys} * kLanes<R>);
+    BackwardScratch<X>(bias, p, t, false, false, true);
+    bias.take<SumOf<X>>(std::int64_t{t.keys} * kLanes<SumOf<X>>);
     return wants.dbias_broadcast && bias.used() > main.used() ? bias.used() : main.used();
-  };
-  return in_double(p) ? bytes(double{}) : bytes(float{});
+  });
 }
 
 static std::size_t chunk_bytes(const Problem& p) {
-  return in_double(p) ? static_cast<std::size_t>(chunk_elements_of<double>(p)) * sizeof(double)
-                      : static_cast<std::size_t>(chunk_elements_of<float>(p)) * sizeof(float);
+  return with_operands(p, [&]<class X>(X) {
+    return static_cast<std::size_t>(chunk_elements_of<SumOf<X>>(p)) * sizeof(SumOf<X>);
+  });
 }
 
 static void forward(const ForwardCall& call, std::int64_t item, int worker) {
-  in_double(*call.problem) ? forward_item<double>(call, item, worker)
-                           : forward_item<float>(call, item, worker);
+  with_operands(*call.problem, [&]<class X>(X) { forward_item<X>(call, item, worker); });
 }
 static void merge_split(const ForwardCall& call, std::int64_t split, int worker) {
-  in_double(*call.problem) ? merge_split_item<double>(call, split, worker)
-                           : merge_split_item<float>(call, split, worker);
+  with_operands(*call.problem, [&]<class X>(X) { merge_split_item<X>(call, split, worker); });
 }
 static std::size_t partial_bytes(const Problem& p) {
-  return in_double(p) ? Partial<double>::bytes(p) : Partial<float>::bytes(p);
+  return with_operands(p, [&]<class X>(X) { return Partial<SumOf<X>>::bytes(p); });
 }
 static void backward(const BackwardCall& call, std::int64_t item, int worker) {
-  in_double(*call.problem) ? backward_item<double>(call, item, worker)
-                           : backward_item<float>(call, item, worker);
+  with_operands(*call.problem, [&]<class X>(X) { backward_item<X>(call, item, worker); });
 }
 static void reduce_chunks(const BackwardCall& call, const Item& keys, int worker) {
-  in_double(*call.problem) ? reduce_chunks_of<double>(call, keys, worker)
-                           : reduce_chunks_of<float>(call, keys, worker);
+  with_operands(*call.problem, [&]<class X>(X) { reduce_chunks_of<SumOf<X>>(call, keys, worker); });
 }
 static std::int64_t bias_items(const BackwardCall& call) {
-  return in_double(*call.problem) ? BiasTiles<double>(call).count()
-                                  : BiasTiles<float>(call).count();
+  return with_operands(*call.problem,
+                       [&]<class X>(X) { return BiasTiles<SumOf<X>>(call).count(); });
 }
 static void bias_gradient(const BackwardCall& call, std::int64_t item, int worker) {
-  in_double(*call.problem) ? bias_gradient_item<double>(call, item, worker)
-                           : bias_gradient_item<float>(call, item, worker);
+  with_operands(*call.problem, [&]<class X>(X) { bias_gradient_item<X>(call, item, worker); });
 }
 
 // Twelve independent chains of multiply-adds: enough to hide a latency of 4 or 5 on two ports.
@@ -90,10 +98,9 @@ static std::int64_t read_probe(const void* data, std::int64_t bytes) {
   return count * static_cast<std::int64_t>(sizeof(I));
 }
 
-static constexpr Kernels kKernels{kLanes<float>,    kLanes<double>, forward_scratch_of,
-                                  backward_scratch, chunk_bytes,    partial_bytes,
-                                  not_decoding,     forward,        merge_split,
-                                  backward,         reduce_chunks,  bias_items,
-                                  bias_gradient,    fma_probe,      read_probe};
+static constexpr Kernels kKernels{kLanes<float>, kLanes<double>, forward_scratch, backward_scratch,
+                                  chunk_bytes,   partial_bytes,  not_decoding,    forward,
+                                  merge_split,   backward,       reduce_chunks,   bias_items,
+                                  bias_gradient, fma_probe,      read_probe};
 
 }  // namespace onefold::cpu::ONEFOLD_ISA
