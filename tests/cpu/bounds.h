@@ -13,7 +13,9 @@
 #include <cmath>
 #include <cstdint>
 #include <string>
+#include <string_view>
 
+#include "cpu/cpu.h"
 #include "reference/reference.h"
 #include "tests/cpu/array.h"
 
@@ -52,9 +54,15 @@ inline double gamma(double n, double u) {
   return n < 32 ? n * u / (1 - n * u) : 6 * std::sqrt(n) * u;
 }
 
-// `summed`: terms of the sum that makes a gradient.
+// What one rounding of a weight, or of dS, to an operand of a product costs.
+inline double of_operands(DType dtype) {
+  const bool pairs = cpu::facts(1, dtype).isa == std::string_view("avx512_bf16");
+  return pairs ? unit_of(dtype) : 0;
+}
+
+// `summed`: terms of the sum that makes a gradient; 0 for out and lse.
 inline Sizes sizes_of(const Attention& a, std::int64_t dim, std::int64_t dim_v, std::int64_t keys,
-                      std::int64_t summed) {
+                      std::int64_t summed, bool of_lse = false) {
   const DType dtype = a.q.dtype;
   const double u = dtype == DType::kFloat64 ? 0x1p-53 : 0x1p-24;
   const auto at = [](reference::Source source) { return static_cast<std::size_t>(source); };
@@ -67,14 +75,15 @@ inline Sizes sizes_of(const Attention& a, std::int64_t dim, std::int64_t dim_v, 
   s[at(kAdded)] = (a.softcap > 0 ? 7 * u : 0) + 6 * u;
   s[at(kExponent)] = 2 * u;
   // exp2 (3 u), and 2 u ln 2 for a reference up to 1 above the maximum.
-  s[at(kWeight)] = 5 * u;
+  // Rounded weights are divided by their own sum, lse is that of the others.
+  s[at(kWeight)] = 5 * u + (of_lse ? 0 : of_operands(dtype));
   s[at(kSum)] = 2 * gamma(static_cast<double>(keys), u) + 3 * u;
   s[at(kUnderflow)] = dtype == DType::kFloat64 ? 0x1p-1021 : 0x1p-125;  // the same 1 above
   s[at(kOut)] = unit_of(dtype) + 3 * u;
   s[at(kLse)] = 3 * u;  // stored, read, to base 2
   s[at(kProduct)] = gamma(static_cast<double>(dim_v) + 4, u);
   // Products with delta's difference, the cap's slope, scale, a dropout factor.
-  s[at(kAccumulate)] = gamma(static_cast<double>(summed), u) + 6 * u;
+  s[at(kAccumulate)] = gamma(static_cast<double>(summed), u) + 6 * u + of_operands(dtype);
   return s;
 }
 

@@ -359,7 +359,8 @@ def arithmetic(case: Case, device: str) -> Arithmetic:
 def sizes(case: Case, device: str = "cpu") -> dict[str, float]:
     """Source -> size, of the forward pass: q is multiplied by scale * log2(e) and rounded, scores
     are summed along head_dim, the reference is an integer (rescaling is exact, and up to one above
-    the maximum), sums over keys start afresh in each key tile, P stays in the accumulators' dtype.
+    the maximum), sums over keys start afresh in each key tile. P stays in the accumulators' dtype,
+    but for products of pairs: see `of_operands`.
     """
     if device == "cuda":
         return tensor_core_sizes(case)
@@ -396,7 +397,13 @@ def tensor_core_sizes(case: Case, backward: bool = False) -> dict[str, float]:
     rows = case.q.shape[0] * (case.q.shape[1] if case.q.dim() == 4 else 1) * case.q.shape[-2]
     dim = max(case.q.shape[-1], case.v.shape[-1])
     dtype = str(case.dtype).removeprefix("torch.")
-    return bounds.sizes(dtype, dim, case.longest_keys, rows, "cuda", backward)
+    of = "gradients" if backward else "out"
+    return bounds.sizes(dtype, dim, case.longest_keys, rows, "cuda", of)
+
+
+def of_operands(case: Case, device: str) -> float:
+    """What rounding a weight or dS to an operand of a product costs, where a CPU does that."""
+    return bounds.of_operands(str(case.dtype).removeprefix("torch."), device)
 
 
 def backward_sizes(case: Case, device: str = "cpu") -> dict[str, float]:
@@ -414,10 +421,12 @@ def backward_sizes(case: Case, device: str = "cpu") -> dict[str, float]:
         depth = max(depth, rows * keys // max(bias.numel(), 1) + 1)
     if case.options.get("alibi_slopes") is not None:
         depth = max(depth, keys)
-    return sizes(case, device) | {
+    rounded, forward = of_operands(case, device), sizes(case, device)
+    return forward | {
+        "weight": forward["weight"] + rounded,  # as out's, in delta
         "lse": 3 * u,  # as stored, times log2(e), rounded
         "product": gamma(case.v.shape[-1], u) + 4 * u,
-        "accumulate": gamma(depth, u) + 6 * u,
+        "accumulate": gamma(depth, u) + 6 * u + rounded,
     }
 
 
@@ -463,7 +472,9 @@ def hold_forward(case: Case, found: Found, device: str = "cpu") -> tuple[float, 
     grown = growth(size, case)
     slack = 2.0 if case.dtype == torch.float64 else 1.0  # the reference rounds too
     out, lse = case.exact
-    bound = slack * grown * total(size, case.terms.out) + TINY[case.dtype]
+    # Rounded weights are divided by their own sum, lse is that of the others.
+    rounded = {"weight": size["weight"] + of_operands(case, device)}
+    bound = slack * grown * total(size | rounded, case.terms.out) + TINY[case.dtype]
     most = case.v.double().abs().nan_to_num(0.0, 0.0, 0.0).max().item() if case.v.numel() else 0.0
     p = case.options.get("dropout_p", 0.0)
     if p == 0:  # a convex combination never leaves the hull of v

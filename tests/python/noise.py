@@ -5,7 +5,8 @@ uniform error). Errors are carried to the result to first order, so the predicti
 partial sums of every dot product; it is meant for small dense cases with scale and causal only.
 
 Tensor cores do not round their sums but truncate them, which makes errors of one sign, and 16-bit
-kernels round weights and dS before a product: both are predicted too.
+kernels there, and products of bfloat16 pairs on a CPU, round weights and dS before a product: all
+are predicted too.
 
 A prediction is the variance of each element, and the variance of the mean over all elements: an
 error that a whole row shares does not average out along it.
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gates import TINY, UNIT, Case, arithmetic, explained
+from gates import TINY, UNIT, Case, arithmetic, explained, of_operands
 
 RELATIVE = 0.425  # RMS of a rounding error in units of u
 EXP2 = 1.2  # RMS error of 2^x in units of u, polynomial and last rounding, on (-1/2, 1/2)
@@ -93,7 +94,8 @@ class Prediction:
         narrow = case.dtype in (torch.float16, torch.bfloat16)
         # Of weights and of dS before a product, relative to them.
         self.narrow_cuda = device == "cuda" and narrow
-        self.of_operand = (RELATIVE * UNIT[case.dtype]) ** 2 if self.narrow_cuda else 0.0
+        self.rounds_operands = self.narrow_cuda or of_operands(case, device) > 0
+        self.of_operand = (RELATIVE * UNIT[case.dtype]) ** 2 if self.rounds_operands else 0.0
         self.truncates, self.narrow = device == "cuda", narrow
         self.hands_over = self.narrow_cuda and (
             ".paired = true" in explained(case, device).backward.kernel
@@ -151,7 +153,9 @@ class Prediction:
         products = self.p.unsqueeze(-1) * self.v.unsqueeze(-3)
         sums = partial_sums(products, -2, self.tile)
         variance = variance + self.r2 * (sums + self.out**2) + self._of_storing(self.out)
-        variance = variance + self.of_operand * (products**2).sum(-2)
+        # Weights that were rounded: divided by the sum of the others on a GPU, by their own on a CPU.
+        moved = products if self.narrow_cuda else weighted
+        variance = variance + self.of_operand * (moved**2).sum(-2)
         noise = independent(variance)
         noise += shared(self.out, self._of_sum().unsqueeze(-1), (-1,))
         drift = (weighted * self.drift.unsqueeze(-1)).sum(-2) - self._lost(products, -2)
@@ -181,7 +185,7 @@ class Prediction:
         ds = p * difference
         of_ds = ds**2 * (self.of_weight + 2 * r2) + p**2 * of_dp
         of_p = p**2 * (self.of_weight + self.of_operand)
-        if self.narrow_cuda:  # dS is stored
+        if self.rounds_operands:  # dS is stored
             of_ds += of_storing(ds, case.dtype)
         if self.hands_over:  # weights, from warp to warp, in float16
             handed = of_storing(p, torch.float16)

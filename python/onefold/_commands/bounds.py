@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from onefold import _core
+
 # What rounding once costs, relative to the result.
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 # Half the smallest subnormal: what rounding a tiny result costs.
@@ -23,35 +25,39 @@ def gamma(n: int, u: float) -> float:
     return n * u / (1 - n * u) if n < 32 else 6 * math.sqrt(n) * u
 
 
+def of_operands(dtype: str, device: str = "cpu") -> float:
+    """What rounding a weight, or dS, to an operand of a product costs on a CPU: bfloat16 is
+    multiplied in pairs where the processor does that fast."""
+    pairs = device == "cpu" and _core.instruction_set() == "avx512_bf16"
+    return UNIT[dtype] if pairs and dtype == "bfloat16" else 0.0
+
+
 def sizes(
-    dtype: str,
-    head_dim: int,
-    num_keys: int,
-    num_rows: int,
-    device: str = "cpu",
-    backward: bool = False,
+    dtype: str, head_dim: int, num_keys: int, num_rows: int, device: str = "cpu", of: str = "out"
 ) -> dict[str, float]:
-    """Source -> size, for inputs of `dtype`; num_rows counts the rows that share a key. On the CPU
-    both directions have the same."""
+    """Source -> size, for inputs of `dtype`, in the bounds of "out", "lse" or "gradients"; num_rows
+    counts the rows that share a key."""
     if device == "cuda":
         found = _tensor_core_sizes(dtype, head_dim, num_keys, num_rows)
-        if backward and dtype != "float32":  # weights are handed over in float16
+        if of == "gradients" and dtype != "float32":  # weights are handed over in float16
             found["weight"] += UNIT["float16"]
             found["underflow"] = TINY["float16"]
         return found
     u = UNIT["float64" if dtype == "float64" else "float32"]
+    rounded = of_operands(dtype, device)
     return {
         "score": gamma(head_dim + 2, u),
         "added": 4 * u,
         "exponent": 2 * u,
         # exp2 to 3 u, its argument's share of a reference up to 1 above the maximum, two products.
-        "weight": 8 * u,
+        # Rounded weights are divided by their own sum, lse is that of the others.
+        "weight": 8 * u + (0.0 if of == "lse" else rounded),
         "sum": 2 * gamma(num_keys, u) + 4 * u,
         "underflow": 2.0**-126 if u > 1e-10 else 2.0**-1022,
         "out": UNIT[dtype],
         "lse": 3 * u,
         "product": gamma(head_dim + 2, u),
-        "accumulate": gamma(max(num_keys, num_rows), u) + 4 * u,
+        "accumulate": gamma(max(num_keys, num_rows), u) + 4 * u + rounded,
     }
 
 

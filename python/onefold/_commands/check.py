@@ -184,16 +184,16 @@ def judge(case: Case, dtype: str, device: str) -> tuple[float, float]:
     found = [g.cpu() for g in torch.autograd.grad((out, lse), tuple(there.values()), cotangents)]
     out, lse = out.cpu(), lse.cpu()
 
-    sizes, backward_sizes = (
-        bounds.sizes(dtype, max(d, dv), max(sk, 1), sq * hq * max(batch, 1), device, backward)
-        for backward in (False, True)
-    )
+    sizes = {
+        of: bounds.sizes(dtype, max(d, dv), max(sk, 1), sq * hq * max(batch, 1), device, of)
+        for of in ("out", "lse", "gradients")
+    }
     wide = "float64" if dtype == "float64" else "float32"
     want_out, want_lse = reference.attention(q, k, v, **options)
     terms = reference.forward_terms(q, k, v, **options)
     forward = max(
-        worst(out, want_out, bound_of(terms.out, sizes, dtype)),
-        worst(lse, want_lse, bound_of(terms.lse, sizes, wide)),
+        worst(out, want_out, bound_of(terms.out, sizes["out"], dtype)),
+        worst(lse, want_lse, bound_of(terms.lse, sizes["lse"], wide)),
     )
     want = reference.gradients(q, k, v, dout=dout, dlse=dlse, **options)
     want_terms = reference.gradient_terms(q, k, v, dout=dout, dlse=dlse, **options)
@@ -201,7 +201,8 @@ def judge(case: Case, dtype: str, device: str) -> tuple[float, float]:
     for name, got in zip(given, found, strict=True):
         exact, exact_terms = getattr(want, name), getattr(want_terms, name)
         stored = str(got.dtype).removeprefix("torch.")
-        bound = bound_of(exact_terms, backward_sizes, stored) + bounds.UNIT[stored] * exact.abs()
+        bound = bound_of(exact_terms, sizes["gradients"], stored)
+        bound = bound + bounds.UNIT[stored] * exact.abs()
         if device == "cuda":
             bound = bound + bounds.of_small_ds(name, q, k, options.get("scale"))
         backward = max(backward, worst(got, exact, bound))

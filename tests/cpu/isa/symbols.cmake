@@ -11,7 +11,7 @@ endif()
 
 set(faults "")
 foreach(object IN LISTS objects)
-  string(REGEX REPLACE "^.*/([a-z0-9]+)\\.cc\\..*$" "\\1" isa "${object}")
+  string(REGEX REPLACE "^.*/([a-z0-9_]+)\\.cc\\..*$" "\\1" isa "${object}")
   execute_process(COMMAND ${NM} --demangle --defined-only ${object}
     OUTPUT_VARIABLE listing RESULT_VARIABLE status)
   string(FIND "${listing}" " T onefold::cpu::${isa}_kernels" table)
