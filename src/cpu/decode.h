@@ -5,7 +5,8 @@
 //     modify, hide, absorb                along the keys of a row
 //     out = out * keep + weights V        V likewise
 //
-// Vectors run along d: nothing is packed. A row's arithmetic does not depend on how many rows or
+// Vectors run along d: nothing is packed. Operands of products are X: numbers, or pairs of bfloat16
+// that are not even widened. A row's arithmetic does not depend on how many rows or
 // heads share the tile. Compiled once per instruction set; includes scores.h.
 #pragma once
 
@@ -116,10 +117,12 @@ struct KeyRows {
 // What an item keeps of its heads while their keys go by, and of the key tile in flight. Rows of
 // one head follow each other.
 struct DecodeScratch {
-  float* q;                 // [head][row][d], scaled
+  void* q;                  // [head][row][d], scaled, as operands
   float *out, *part;        // [head][row][step]: not yet divided; of the tile so far
   float *ref, *sum, *keep;  // [head][row]
   float* scores;            // [head][row][key]
+  Pair* weights;            // the same as operands, where those are pairs
+  float* mass;              // [head][row]: the sum of such weights, which are rounded
   bool* hidden;             // [head][row][key]
   bool* some_hidden;        // [head]: and a value that is not finite among the tile's
   std::int64_t dim, step;
@@ -127,24 +130,29 @@ struct DecodeScratch {
   DecodeScratch(Arena& arena, const Problem& p, std::int64_t heads)
       : dim(p.dim), step(padded_dim<float>(p.dim_v)) {
     const std::int64_t rows = heads * kDecodeRows;
-    q = arena.take<float>(rows * dim);
+    q = arena.take<float>(rows * dim);  // of pairs there are fewer
     out = arena.take<float>(rows * step);
     part = arena.take<float>(rows * step);
     ref = arena.take<float>(rows);
     sum = arena.take<float>(rows);
     keep = arena.take<float>(rows);
     scores = arena.take<float>(rows * kDecodeKeys);
+    weights = arena.take<Pair>(kHasPairs ? rows * kDecodeKeys / 2 : 0);
+    mass = arena.take<float>(kHasPairs ? rows : 0);
     hidden = arena.take<bool>(rows * kDecodeKeys);
     some_hidden = arena.take<bool>(heads);
   }
 };
 
 // The rows of one head against the keys of a tile.
-template <class T, int kRows>
+template <class T, class X, int kRows>
 struct DecodeTile {
+  static constexpr bool kPairs = kTerms<X> == 2;
+  static constexpr int kStep = kTerms<X> * kW;  // elements of a vector of operands
   const KeyRows<T>& rows;
   const DecodeScratch& s;
   std::int64_t dim, dim_v, head;
+  float factor;                   // of sums of pairs: the others have it in q
   std::int64_t k_ahead, v_ahead;  // from a row to the one to ask for meanwhile, in elements
 
   // Keys scored at once: as many as fill the accumulators.
@@ -156,9 +164,19 @@ struct DecodeTile {
   // few lines at a time, between multiply-adds: more of them at once would wait for each other.
   template <int kCount>
   [[gnu::always_inline]] static void ask_for(const T* at) {
-    constexpr int kLine = 64 / static_cast<int>(sizeof(T)), kStep = kLine > kW ? kLine : kW;
+    constexpr int kLine = 64 / static_cast<int>(sizeof(T)), kApart = kLine > kStep ? kLine : kStep;
 #pragma GCC unroll 8
-    for (int x = 0; x < kCount * kW; x += kStep) __builtin_prefetch(at + x);
+    for (int x = 0; x < kCount * kStep; x += kApart) __builtin_prefetch(at + x);
+  }
+  static Vec<X> operand(const T* at) {
+    if constexpr (kPairs) {
+      return load(reinterpret_cast<const Pair*>(at));
+    } else {
+      return widen(at);
+    }
+  }
+  const Pair* weights(int r) const {
+    return s.weights + (head * kDecodeRows + r) * kDecodeKeys / 2;
   }
   float* scores(int r) const { return s.scores + (head * kDecodeRows + r) * kDecodeKeys; }
 
@@ -170,33 +188,36 @@ struct DecodeTile {
     const T* k[kKeys];
     Vf acc[kKeys * kRows] = {};
     for (int n = 0; n < kKeys; ++n) k[n] = k_row(key + n);
-    const float* q = s.q + head * kDecodeRows * dim;
-    for (std::int64_t d = 0; d < dim; d += kW) {
+    const std::int64_t q_step = operands<X>(dim);
+    const X* q = static_cast<const X*>(s.q) + head * kDecodeRows * q_step;
+    for (std::int64_t d = 0; d < dim; d += kStep, q += kW) {
       const bool new_line = d % (64 / std::int64_t{sizeof(T)}) == 0;
       // The shorter side stays in registers.
       constexpr bool kKeepRows = kRows < kKeys;
-      Vf kept[kKeepRows ? kRows : kKeys];
+      Vec<X> kept[kKeepRows ? kRows : kKeys];
       if constexpr (kKeepRows) {
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) kept[r] = pinned(load(q + r * dim + d));
+        for (int r = 0; r < kRows; ++r) kept[r] = pinned(load(q + r * q_step));
 #pragma GCC unroll 16
         for (int n = 0; n < kKeys; ++n) {
-          const Vf x = pinned(widen(k[n] + d));
+          const Vec<X> x = pinned(operand(k[n] + d));
           if (new_line) ask_for<1>(k[n] + d + k_ahead);
 #pragma GCC unroll 16
-          for (int r = 0; r < kRows; ++r) acc[place(r, n)] = fma(x, kept[r], acc[place(r, n)]);
+          for (int r = 0; r < kRows; ++r)
+            acc[place(r, n)] = multiply_add(x, kept[r], acc[place(r, n)]);
         }
       } else {
 #pragma GCC unroll 16
         for (int n = 0; n < kKeys; ++n) {
-          kept[n] = pinned(widen(k[n] + d));
+          kept[n] = pinned(operand(k[n] + d));
           if (new_line) ask_for<1>(k[n] + d + k_ahead);
         }
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
-          const Vf y = pinned(load(q + r * dim + d));
+          const Vec<X> y = pinned(load(q + r * q_step));
 #pragma GCC unroll 16
-          for (int n = 0; n < kKeys; ++n) acc[place(r, n)] = fma(kept[n], y, acc[place(r, n)]);
+          for (int n = 0; n < kKeys; ++n)
+            acc[place(r, n)] = multiply_add(kept[n], y, acc[place(r, n)]);
         }
       }
     }
@@ -204,13 +225,22 @@ struct DecodeTile {
     if constexpr (kBlock) {
       float sums[kDecodeRegisters];
       sum_lanes_of(acc, sums);
+      for (int n = 0; kPairs && n < kDecodeRegisters; ++n) sums[n] *= factor;
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         __builtin_memcpy(to + r * kDecodeKeys, sums + r * kKeys, kKeys * sizeof(float));
       }
     } else {
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) to[r * kDecodeKeys] = sum_lanes(acc[r]);
+      for (int r = 0; r < kRows; ++r)
+        to[r * kDecodeKeys] = (kPairs ? factor : 1.0f) * sum_lanes(acc[r]);
+    }
+  }
+
+  void drop(int r, int key) const {
+    if constexpr (kPairs) {
+      Pair& pair = s.weights[((head * kDecodeRows + r) * kDecodeKeys + key) / 2];
+      pair &= key % 2 == 0 ? static_cast<Pair>(0xFFFF0000) : 0x0000FFFF;
     }
   }
 
@@ -255,7 +285,61 @@ struct DecodeTile {
     }
   }
 
+  // The same of pairs of keys: vectors [d, d + 2 * kVectors) of its part, which lie as `interleave`
+  // leaves them.
+  template <int kVectors>
+  void sum_pairs(int begin, int end, int count, std::int64_t d) const {
+    const std::int64_t at = head * kDecodeRows * s.step + d;
+    Vf acc[kRows][2 * kVectors] = {};
+    if (begin > 0) {
+      for (int r = 0; r < kRows; ++r) {
+        for (int n = 0; n < 2 * kVectors; ++n) acc[r][n] = load(s.part + at + r * s.step + n * kW);
+      }
+    }
+    for (int key = begin; key < end; key += 2) {
+      const T *v = v_row(key) + d, *next = v_row(key + 1) + d;
+      Vec<Pair> x[2 * kVectors];
+#pragma GCC unroll 16
+      for (int n = 0; n < kVectors; ++n) {
+        const Vec<Pair> second = key + 1 < end ? operand(next + n * kStep) : Vec<Pair>{};
+        const Interleaved both = interleave(operand(v + n * kStep), second);
+        x[2 * n] = pinned(both.low);
+        x[2 * n + 1] = pinned(both.high);
+      }
+      ask_for<kVectors>(v + v_ahead);
+      ask_for<kVectors>(next + v_ahead);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const Vec<Pair> w = splat(weights(r)[key / 2]);
+#pragma GCC unroll 16
+        for (int n = 0; n < 2 * kVectors; ++n) acc[r][n] = multiply_add(w, x[n], acc[r][n]);
+      }
+    }
+    float* to = (end < count ? s.part : s.out) + at;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Vf keep = splat(s.keep[head * kDecodeRows + r]);
+#pragma GCC unroll 16
+      for (int n = 0; n < 2 * kVectors; n += 2) {
+        if (end == count) in_order(acc[r][n], acc[r][n + 1]);
+        for (int m = n; m < n + 2; ++m) {
+          float* where = to + r * s.step + m * kW;
+          store(where, end < count ? acc[r][m] : fma(load(where), keep, acc[r][m]));
+        }
+      }
+    }
+  }
+
   void sum_values(int begin, int end, int count) const {
+    if constexpr (kPairs) {
+      constexpr int kVectors = kRows == 8 ? 1 : kRows == 4 ? 2 : 4;
+      std::int64_t d = 0;
+      for (; d + kVectors * kStep <= dim_v; d += kVectors * kStep) {
+        sum_pairs<kVectors>(begin, end, count, d);
+      }
+      for (; d < dim_v; d += kStep) sum_pairs<1>(begin, end, count, d);
+      return;
+    }
     constexpr int kVectors = kDecodeRegisters / kRows < 8 ? kDecodeRegisters / kRows : 8;
     std::int64_t d = 0;
     for (; d + kVectors * kW <= dim_v; d += kVectors * kW)
@@ -338,7 +422,10 @@ inline bool modify_rows(const Problem& p, const Sequence& seq, const HeadGroup& 
 }
 
 // Scores become weights; returns what the old sum was scaled by. Lanes beyond num_keys are empty.
-inline float absorb_row(float* scores, int num_keys, float& ref, float& sum) {
+// As pairs they are rounded: the others then are too, and `mass` is their sum.
+template <class X>
+inline float absorb_row(float* scores, int num_keys, float& ref, float& sum, Pair* pairs,
+                        float* mass) {
   const int padded = static_cast<int>(round_up(num_keys, kW));
   for (int key = num_keys; key < padded; ++key) scores[key] = kEmpty<float>;
   Vf tops = splat(kEmpty<float>);
@@ -346,21 +433,26 @@ inline float absorb_row(float* scores, int num_keys, float& ref, float& sum) {
   Softmax<float> state{ref, sum};
   const float keep = raise<IntegerGauge>(state, max_lane(tops));
   const Vf against = splat(anchor(state.ref));
-  Vf sums{};
+  Vf sums{}, rounded{};
   for (int key = 0; key < padded; key += kW) {
-    const Vf x = weight_from(load(scores + key), against);
-    store(scores + key, x);
+    Vf x = weight_from(load(scores + key), against);
     sums += x;
+    if constexpr (kTerms<X> == 2) {
+      x = round_to_bfloat16(x, reinterpret_cast<std::uint16_t*>(pairs) + key);
+      rounded += x;
+    }
+    store(scores + key, x);
   }
   ref = state.ref;
   sum = state.sum + sum_lanes(sums);
+  if constexpr (kTerms<X> == 2) *mass = *mass * keep + sum_lanes(rounded);
   return keep;
 }
 
 // Scores of head n become weights, in s.scores.
-template <class T, int kRows>
+template <class T, class X, int kRows>
 void weigh_head(const Problem& p, const Sequence& seq, const QueryTile& tile,
-                LaneFacts<float>& lanes, const DecodeTile<T, kRows>& work, std::int64_t j,
+                LaneFacts<float>& lanes, const DecodeTile<T, X, kRows>& work, std::int64_t j,
                 int count, float* row) {
   const DecodeScratch& s = work.s;
   const std::int64_t first = work.head * kDecodeRows;
@@ -374,12 +466,15 @@ void weigh_head(const Problem& p, const Sequence& seq, const QueryTile& tile,
                               s.hidden + first * kDecodeKeys);
   }
   for (int r = 0; r < kRows; ++r) {
-    s.keep[first + r] = absorb_row(work.scores(r), count, s.ref[first + r], s.sum[first + r]);
+    s.keep[first + r] =
+        absorb_row<X>(work.scores(r), count, s.ref[first + r], s.sum[first + r],
+                      s.weights + (first + r) * kDecodeKeys / 2, s.mass + first + r);
   }
   for (int r = 0; p.variant.dropout() && r < tile.rows; ++r) {
     for (int key = 0; key < count; ++key) {
       if (!onefold::keep(p.variant, tile.heads.b, lanes.head[r], lanes.query[r], j + key)) {
         work.scores(r)[key] = 0;
+        work.drop(r, key);
       }
     }
   }
@@ -389,14 +484,17 @@ void weigh_head(const Problem& p, const Sequence& seq, const QueryTile& tile,
 // One key tile of `count` keys from j against the rows of `num_heads` heads. Keys of neighbouring
 // heads are neighbours in memory, so heads take turns every few keys: memory is read in order, and
 // while one head computes, the rows of the next are asked for.
-template <class T, int kRows, class TileOf>
+template <class T, class X, int kRows, class TileOf>
 void decode_tile(const Problem& p, const Sequence& seq, const TileOf& tile_of,
                  LaneFacts<float>& lanes, const DecodeScratch& s, const KeyRows<T>& keys,
                  std::int64_t first_head, std::int64_t num_heads, std::int64_t j, int count,
                  float* row) {
-  using Work = DecodeTile<T, kRows>;
+  using Work = DecodeTile<T, X, kRows>;
   const std::int64_t end_head = first_head + num_heads;
-  const auto work_of = [&](std::int64_t n) { return Work{keys, s, p.dim, p.dim_v, n, 0, 0}; };
+  const float factor = score_factor<X>(p).of_scores;
+  const auto work_of = [&](std::int64_t n) {
+    return Work{keys, s, p.dim, p.dim_v, n, factor, 0, 0};
+  };
   const auto in_turns = [&](const auto& function) {
     const int step = num_heads > 1 ? kTurn : count;
     for (int key = 0; key < count; key += step) {

@@ -89,10 +89,9 @@ struct ForwardItem {
     return query_tile<R>(heads, row_begin, row_end);
   }
 
-  // q's rows, scaled, into s.rows, zeros beyond them up to `width`; the rows' states at their
+  // q's rows times `factor` into s.rows, zeros beyond them up to `width`; the rows' states at their
   // start, with their sink or empty.
-  void load_queries(const QueryTile& tile, int width, bool with_sink, R* ref, R* sum) {
-    const R factor = score_factor<X>(p).of_queries;
+  void load_queries(const QueryTile& tile, int width, R factor, bool with_sink, R* ref, R* sum) {
     const std::int64_t step = padded_dim<R>(p.dim);
     set_lanes(p, tile, s.lanes);
     touch_lanes(p.q, seq.q_begin, tile, s.lanes, p.dim);
@@ -272,7 +271,8 @@ struct ForwardItem {
       const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
       const int width = q.vectors * kWidth<R>;
       const std::int64_t depth = operands<X>(p.dim), step = padded_dim<R>(depth);
-      load_queries(q, width, with_sink, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
+      load_queries(q, width, score_factor<X>(p).of_queries, with_sink, s.ref + idx * kLanes<R>,
+                   s.sum + idx * kLanes<R>);
       if constexpr (kPairs) {
         for (int lane = 0; lane < width; ++lane) {
           s.mass[idx * kLanes<R> + lane] = s.sum[idx * kLanes<R> + lane];
@@ -380,9 +380,10 @@ static void redo_extreme_rows(const ForwardCall& call, const Item& item, const f
 }
 
 // The rows of an item against its keys by vectors along d; leaves the states of its heads in `to`.
-template <class T, int kRows>
+template <class T, class X, int kRows>
 inline void decode_heads(const ForwardCall& call, const Item& item, bool with_sink,
                          ForwardScratch<float>& s, const DecodeScratch& to) {
+  constexpr bool kPairs = kTerms<X> == 2;
   const Problem& p = *call.problem;
   const Sequence& seq = p.sequences[static_cast<std::size_t>(item.b)];
   const std::int64_t q_step = padded_dim<float>(p.dim), v_step = padded_dim<float>(p.dim_v);
@@ -393,12 +394,19 @@ inline void decode_heads(const ForwardCall& call, const Item& item, bool with_si
   for (std::int64_t n = 0; n < item.kv_heads; ++n) {
     const QueryTile tile = tile_of(n);
     ForwardItem<float> work{call, p, s, tile.heads, seq, nullptr, true};
-    work.load_queries(tile, tile.rows, with_sink, s.ref, s.sum);
+    work.load_queries(tile, tile.rows, score_factor<X>(p).of_queries, with_sink, s.ref, s.sum);
     for (int r = 0; r < kRows; ++r) {
       const bool live = r < rows;
       const std::int64_t row = n * kDecodeRows + r;
-      for (std::int64_t d = 0; d < p.dim; ++d) {
-        to.q[row * p.dim + d] = live ? s.rows[r * q_step + d] : 0.0f;
+      float* from = s.rows + r * q_step;
+      for (std::int64_t d = 0; !live && d < p.dim; ++d) from[d] = 0.0f;
+      if constexpr (kPairs) {
+        narrow_row(from, p.dim, static_cast<Pair*>(to.q) + row * operands<X>(p.dim));
+        to.mass[row] = live ? s.sum[r] : 0.0f;
+      } else {
+        for (std::int64_t d = 0; d < p.dim; ++d) {
+          static_cast<float*>(to.q)[row * p.dim + d] = from[d];
+        }
       }
       to.ref[row] = live ? s.ref[r] : kEmpty<float>;
       to.sum[row] = live ? s.sum[r] : 0.0f;
@@ -422,31 +430,45 @@ inline void decode_heads(const ForwardCall& call, const Item& item, bool with_si
                                 p.v.row,
                                 p.k.head,
                                 p.v.head};
-      decode_tile<T, kRows>(p, seq, tile_of, s.lanes, to, in_place, 0, item.kv_heads, j, count,
-                            s.row);
+      decode_tile<T, X, kRows>(p, seq, tile_of, s.lanes, to, in_place, 0, item.kv_heads, j, count,
+                               s.row);
       continue;
     }
-    const KeyRows<float> copied{s.k_panels, s.v_panels, q_step, v_step, 0, 0};
+    using Copied = std::conditional_t<kPairs, T, float>;
+    auto *k = reinterpret_cast<Copied*>(s.k_panels), *v = reinterpret_cast<Copied*>(s.v_panels);
     for (std::int64_t n = 0; n < item.kv_heads; ++n) {
       for (int key = 0; key < count; ++key) {
-        load_row(s.k_panels + key * q_step, p.k.at(item.b, row + key, item.kv_head + n), p.k.dtype,
-                 p.k.dim, p.dim);
-        load_row(s.v_panels + key * v_step, p.v.at(item.b, row + key, item.kv_head + n), p.v.dtype,
-                 p.v.dim, p.dim_v);
+        const void* from_k = p.k.at(item.b, row + key, item.kv_head + n);
+        const void* from_v = p.v.at(item.b, row + key, item.kv_head + n);
+        if constexpr (kPairs) {
+          gather_row(static_cast<const T*>(from_k), p.k.dim, p.dim, k + key * q_step);
+          gather_row(static_cast<const T*>(from_v), p.v.dim, p.dim_v, v + key * v_step);
+        } else {
+          load_row(k + key * q_step, from_k, p.k.dtype, p.k.dim, p.dim);
+          load_row(v + key * v_step, from_v, p.v.dtype, p.v.dim, p.dim_v);
+        }
       }
-      decode_tile<float, kRows>(p, seq, tile_of, s.lanes, to, copied, n, 1, j, count, s.row);
+      const KeyRows<Copied> copied{k, v, q_step, v_step, 0, 0};
+      decode_tile<Copied, X, kRows>(p, seq, tile_of, s.lanes, to, copied, n, 1, j, count, s.row);
+    }
+  }
+  // Makes out, a sum with rounded weights, the one that belongs to `sum`.
+  for (std::int64_t n = 0; kPairs && n < item.kv_heads; ++n) {
+    for (std::int64_t row = n * kDecodeRows; row < n * kDecodeRows + rows; ++row) {
+      const float factor = to.mass[row] == 0 ? 1.0f : to.sum[row] / to.mass[row];
+      for (std::int64_t d = 0; d < p.dim_v; ++d) to.out[row * to.step + d] *= factor;
     }
   }
 }
 
-template <class T>
+template <class T, class X>
 inline void decode_heads_any(const ForwardCall& call, const Item& item, bool with_sink,
                              ForwardScratch<float>& s, const DecodeScratch& to) {
   const std::int64_t rows = item.row_end - item.row_begin;
-  if (rows == 1) return decode_heads<T, 1>(call, item, with_sink, s, to);
-  if (rows == 2) return decode_heads<T, 2>(call, item, with_sink, s, to);
-  if (rows <= 4) return decode_heads<T, 4>(call, item, with_sink, s, to);
-  decode_heads<T, 8>(call, item, with_sink, s, to);
+  if (rows == 1) return decode_heads<T, X, 1>(call, item, with_sink, s, to);
+  if (rows == 2) return decode_heads<T, X, 2>(call, item, with_sink, s, to);
+  if (rows <= 4) return decode_heads<T, X, 4>(call, item, with_sink, s, to);
+  decode_heads<T, X, 8>(call, item, with_sink, s, to);
 }
 
 // Leaves the states of rows [0, rows) for merge_split_item.
@@ -468,11 +490,18 @@ static void decode_item(const ForwardCall& call, const Item& item, bool with_sin
   ForwardScratch<float> s(arena, p, call.tiles, 1);
   const DecodeScratch to(arena, p, item.kv_heads);
   if (p.dtype == DType::kBFloat16) {
-    decode_heads_any<BFloat16>(call, item, with_sink, s, to);
-  } else if (p.dtype == DType::kFloat16) {
-    decode_heads_any<Float16>(call, item, with_sink, s, to);
-  } else {
-    decode_heads_any<float>(call, item, with_sink, s, to);
+    // Whole vectors of pairs, or none.
+    const bool pairs = kHasPairs && p.dim % (2 * kW) == 0 && p.dim_v % (2 * kW) == 0;
+    if constexpr (kHasPairs) {
+      if (pairs) decode_heads_any<BFloat16, Pair>(call, item, with_sink, s, to);
+    }
+    if (!pairs) decode_heads_any<BFloat16, float>(call, item, with_sink, s, to);
+  } else if constexpr (!kHasPairs) {
+    if (p.dtype == DType::kFloat16) {
+      decode_heads_any<Float16, float>(call, item, with_sink, s, to);
+    } else {
+      decode_heads_any<float, float>(call, item, with_sink, s, to);
+    }
   }
   const std::int64_t rows = item.row_end - item.row_begin, step = to.step;
   for (std::int64_t n = 0; n < item.kv_heads; ++n) {

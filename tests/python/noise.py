@@ -153,7 +153,7 @@ class Prediction:
         products = self.p.unsqueeze(-1) * self.v.unsqueeze(-3)
         sums = partial_sums(products, -2, self.tile)
         variance = variance + self.r2 * (sums + self.out**2) + self._of_storing(self.out)
-        # Weights that were rounded: divided by the sum of the others on a GPU, by their own on a CPU.
+        # Rounded weights are divided by the sum of the others on a GPU, by their own on a CPU.
         moved = products if self.narrow_cuda else weighted
         variance = variance + self.of_operand * (moved**2).sum(-2)
         noise = independent(variance)

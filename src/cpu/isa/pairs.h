@@ -66,6 +66,52 @@ inline Vec<Pair> pairs_of(Vec<float> low, Vec<float> high) {
 #endif
 }
 
+// The pairs that two rows of two-byte numbers form, element by element, in the order that costs one
+// instruction each; `in_order` puts what was made of them straight.
+struct Interleaved {
+  Vec<Pair> low, high;
+};
+inline Interleaved interleave(Vec<Pair> first, Vec<Pair> second) {
+#if defined(__AVX512BF16__)
+  const auto a = std::bit_cast<__m512i>(first), b = std::bit_cast<__m512i>(second);
+  return {std::bit_cast<Vec<Pair>>(_mm512_unpacklo_epi16(a, b)),
+          std::bit_cast<Vec<Pair>>(_mm512_unpackhi_epi16(a, b))};
+#else
+  constexpr int kW = kWidth<float>;
+  Interleaved all;
+  for (int lane = 0; lane < kW; ++lane) {
+    const std::uint32_t a = static_cast<std::uint32_t>(first[lane]);
+    const std::uint32_t b = static_cast<std::uint32_t>(second[lane]);
+    Vec<Pair>& to = lane < kW / 2 ? all.low : all.high;
+    to[2 * lane % kW] = static_cast<Pair>(b << 16 | (a & 0xFFFF));
+    to[2 * lane % kW + 1] = static_cast<Pair>((b & 0xFFFF0000) | a >> 16);
+  }
+  return all;
+#endif
+}
+inline void in_order(Vec<float>& low, Vec<float>& high) {
+#if defined(__AVX512BF16__)
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i eight = _mm512_set1_epi32(8);
+  const __m512 a = low, b = high;
+  low = _mm512_permutex2var_ps(a, first, b);
+  high = _mm512_permutex2var_ps(a, _mm512_add_epi32(first, eight), b);
+#else
+  (void)low, (void)high;
+#endif
+}
+
+// A vector of floats as bfloat16s, rounded to nearest even, and what they are.
+inline Vec<float> round_to_bfloat16(Vec<float> x, std::uint16_t* to) {
+#if defined(__AVX512BF16__)
+  const auto half = std::bit_cast<__m256i>(_mm512_cvtneps_pbh(x));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), half);
+#else
+  for (int lane = 0; lane < kWidth<float>; ++lane) to[lane] = float_to_bfloat16(x[lane]);
+#endif
+  return widen(reinterpret_cast<const BFloat16*>(to));
+}
+
 // count floats as pairs of neighbours, rounded to nearest even; an odd one is followed by zero.
 inline void narrow_row(const float* from, std::int64_t count, Pair* to) {
   std::int64_t d = 0;

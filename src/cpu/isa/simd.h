@@ -247,6 +247,11 @@ inline void narrow(Float16* p, Vec<float> x) {
 }
 #endif
 
+template <class T>
+inline void gather_row(const T* from, std::int64_t stride, std::int64_t count, T* to) {
+  for (std::int64_t d = 0; d < count; ++d) to[d] = from[d * stride];
+}
+
 template <class R, class Load>
 inline void load_with(R* to, std::int64_t count, std::int64_t stride, Load load) {
   if (stride == 1) {
