@@ -19,6 +19,9 @@ inline constexpr std::size_t kNumArguments = 20;
 // The question in args[first, first + kNumArguments), in the order of _core.pyi.
 Attention read_attention(const nanobind::tuple& args, std::size_t first);
 
+// Raises unless a question and `more` arguments were given.
+void check_count(const nanobind::args& args, std::size_t more, const char* function);
+
 // None is absent.
 std::optional<Tensor> optional_tensor(nanobind::handle object, const Expected& expected);
 
