@@ -478,7 +478,7 @@ def test_the_compiled_module_counts_the_arguments_of_a_plain_call():
     question, host = arguments(*VALID), onefold._torch_ops.PLAIN
     for wrong in (((), host), (question[:-1], host), (question, host[:9])):
         for call in (_core.is_plain, lambda a, b: _core.forward_plain(a, True, b)):
-            with pytest.raises(TypeError, match="question has .* and host .* are needed"):
+            with pytest.raises(TypeError, match=r"question has .* and host .* are needed"):
                 call(*wrong)
 
 
@@ -515,7 +515,7 @@ def test_flags_of_numpy_are_flags(capsys):
         torch.autograd.grad(out.sum(), sinks)
         onefold.explain(q, k, v, deterministic=deterministic, return_lse=yes)
     assert onefold.warmup(q, k, v, backward=yes, deterministic=no) == []
-    with pytest.raises(TypeError, match="^backward is a str: True, False or None is needed$"):
+    with pytest.raises(TypeError, match=r"^backward is a str: True, False or None is needed$"):
         onefold.warmup(q, k, v, backward="no")
 
 
@@ -524,7 +524,9 @@ def test_a_sentence_does_not_print_a_whole_array_or_list():
     for causal, told in ((q, "a Tensor"), (q.numpy(), "an ndarray"), ([], "a list"), (1, "1")):
         with pytest.raises(ValueError, match=f"^causal is {told}: False, True, "):
             onefold.attention(q, q, q, causal=causal)
-    with pytest.raises(TypeError, match=r"^seqused_k is \[0, 1, .*\.\.\.\]: a list of int is needed$"):
+    with pytest.raises(
+        TypeError, match=r"^seqused_k is \[0, 1, .*\.\.\.\]: a list of int is needed$"
+    ):
         onefold.attention(q, q, q, seqused_k=[*range(10000), 0.5])
 
 
