@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <optional>
+#include <string_view>
 
 #include "onefold/attention.h"
 #include "tensor.h"
@@ -24,6 +25,9 @@ void check_count(const nanobind::args& args, std::size_t more, const char* funct
 
 // None is absent.
 std::optional<Tensor> optional_tensor(nanobind::handle object, const Expected& expected);
+
+// For people: a byte that is not UTF-8, as a path may have, is shown as an escape.
+nanobind::str text(std::string_view utf8);
 
 // Adds the functions reference_*.
 void define_reference(nanobind::module_& m);

@@ -354,13 +354,13 @@ nb::tuple call_plan(const nb::args& args) {
   const Place place = place_of(args, kNumArguments + 2, attention.q, args[0]);
   const Plan p = gradients ? plan(place.context, attention, *gradients)
                            : plan(place.context, attention, Direction::kForward);
-  return nb::make_tuple(nb::str(p.backend.c_str()), nb::str(p.kernel.c_str()), p.work_items,
-                        p.workspace_bytes, nb::str(p.why.c_str()));
+  return nb::make_tuple(text(p.backend), text(p.kernel), p.work_items, p.workspace_bytes,
+                        text(p.why));
 }
 
 nb::list to_python(const std::vector<std::string>& lines) {
   nb::list list;
-  for (const std::string& line : lines) list.append(nb::str(line.c_str()));
+  for (const std::string& line : lines) list.append(text(line));
   return list;
 }
 
@@ -457,11 +457,16 @@ void translate_error(const std::exception_ptr& thrown, void*) {
     PyObject* type = PyExc_RuntimeError;
     if (error.kind() == ErrorKind::kInvalidArgument) type = PyExc_ValueError;
     if (error.kind() == ErrorKind::kUnsupported) type = PyExc_NotImplementedError;
-    PyErr_SetString(type, error.what());
+    PyErr_SetObject(type, text(error.what()).ptr());
   }
 }
 
 }  // namespace
+
+nb::str text(std::string_view utf8) {
+  return nb::steal<nb::str>(
+      PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()), "backslashreplace"));
+}
 
 void check_count(const nb::args& args, std::size_t more, const char* function) {
   const std::size_t want = kNumArguments + more;
@@ -537,7 +542,7 @@ NB_MODULE(_core, m) {
   m.def("set_num_threads",
         [](const nb::int_& count) { onefold::set_num_threads(*optional_integer(count, "count")); });
   m.def("num_threads", [] { return onefold::num_threads(); });
-  m.def("info", [] { return nb::str(onefold::info().c_str()); });
+  m.def("info", [] { return text(onefold::info()); });
   m.def(
       "fma_rate", [](double seconds) { return onefold::cpu::fma_rate(seconds); },
       nb::call_guard<WithoutGil>());
