@@ -150,10 +150,10 @@ def test_folders_whose_names_are_no_text_work_and_are_shown_with_escapes(tmp_pat
     path = os.fsdecode(odd) + os.pathsep + os.environ.get("PYTHONPATH", "")
     code = """
         import os, sys
-        from onefold._commands import cli
         sys.path.append(None)
-        import onefold._compiler
-        onefold._compiler.tell_core()
+        import onefold
+        sys.path.pop()
+        from onefold._commands import cli
         to = os.environ["ONEFOLD_CACHE_DIR"]
         for words in (["info"], ["cache", "list"], ["cache", "export", to + "2"]):
             assert cli.main(words) == 0
