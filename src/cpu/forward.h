@@ -10,6 +10,7 @@
 // per instruction set; includes scores.h and decode.h.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "cpu/decode.h"
@@ -18,16 +19,19 @@
 namespace onefold::cpu::ONEFOLD_ISA {
 
 // Rows whose scores reach this (in base 2) are finished in double: a bias, a sink or a slope gets
-// there.
+// there. So are rows whose sum of values leaves the range of float, which their mean does not.
 inline constexpr double kExtremeLog2 = 1e36;
+static inline bool extreme_scores(const Problem& p) { return p.bias || p.sinks || p.slopes; }
+static inline bool extreme_values(const Problem& p) { return p.dtype != DType::kFloat16; }
 static inline bool redone_in_double(const Problem& p) {
-  return p.dtype != DType::kFloat64 && (p.bias || p.sinks || p.slopes);
+  return p.dtype != DType::kFloat64 && (extreme_scores(p) || extreme_values(p));
 }
 
 template <class R>
 struct ForwardScratch {
   R *k_panels, *v_panels, *row, *rows, *scores, *addend, *dropout;
   int *poison_counts, *poison_keys;
+  bool* again;              // per row of the item: to be done in double
   R *qt, *out, *ref, *sum;  // per query tile of the item
   LaneFacts<R> lanes;
   std::int64_t qt_size, out_size;
@@ -45,6 +49,7 @@ struct ForwardScratch {
         arena.take<R>(key_tiles * t.keys * (padded_v + padded_dim<R>(p.dim_v)) + kPanelSlack);
     poison_counts = arena.take<int>(key_tiles);
     poison_keys = arena.take<int>(t.super_keys);
+    again = arena.take<bool>(tiles_per_item * kLanes<R>);
     row = arena.take<R>(round_up(p.dim > padded_v ? p.dim : padded_v, 64) + t.keys);
     rows = arena.take<R>(padded_dim<R>(p.dim > p.dim_v ? p.dim : p.dim_v) *
                          (kLanes<R> > kPanelRows ? kLanes<R> : kPanelRows));
@@ -209,11 +214,11 @@ struct ForwardItem {
     attend_as<1>(tile, key_begin, num_keys, panel, qt, out, ref, sum);
   }
 
-  // Divides s.rows and stores; tells whether some row must be done again in double.
+  // Divides s.rows and stores; tells whether some row must be done again in double, and marks it.
   bool finish(const QueryTile& tile, std::int64_t item_begin, const R* ref, const R* sum) {
     const R kept = static_cast<R>(p.variant.dropout() ? keep_scale(p.variant) : 1.0);
     const std::int64_t step = padded_dim<R>(p.dim_v);
-    bool extreme = false;
+    bool any_again = false;
     set_lanes(p, tile, s.lanes);
     touch_lanes(call.out, seq.q_begin, tile, s.lanes, p.dim_v);
     for (int lane = 0; lane < tile.rows; ++lane) {
@@ -233,12 +238,13 @@ struct ForwardItem {
                        : call.lse.dtype == DType::kFloat32 ? finite_as<float>(lse)
                                                            : lse);
       }
-      extreme |= is_extreme(ref[lane]);
+      bool& again = s.again[tile.row_begin + lane - item_begin];
+      again = std::isfinite(ref[lane]) && std::isfinite(sum[lane]) &&
+              ((extreme_scores(p) && std::fabs(ref[lane]) > R(kExtremeLog2)) ||
+               (extreme_values(p) && !all_finite(row, p.dim_v)));
+      any_again |= again;
     }
-    return extreme;
-  }
-  bool is_extreme(R ref) const {
-    return redone_in_double(p) && std::fabs(ref) > R(kExtremeLog2) && std::isfinite(ref);
+    return any_again;
   }
 
   // Rows [row_begin, row_end) against keys [key_begin, key_end); the states are left in s.
@@ -276,15 +282,15 @@ struct ForwardItem {
   }
 
   bool finish_all(std::int64_t row_begin, std::int64_t row_end) {
-    bool extreme = false;
+    bool any_again = false;
     for (std::int64_t r = row_begin; r < row_end; r += kLanes<R>) {
       const QueryTile q = tile(r, row_end);
       const std::int64_t idx = (r - row_begin) / kLanes<R>;
       transpose(s.out + idx * s.out_size, q.vectors * kWidth<R>, p.dim_v, q.rows, s.rows,
                 padded_dim<R>(p.dim_v));
-      extreme |= finish(q, row_begin, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
+      any_again |= finish(q, row_begin, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
     }
-    return extreme;
+    return any_again;
   }
 };
 
@@ -312,25 +318,19 @@ struct Partial {
   }
 };
 
-// The rows of an item whose scores left the range of float, done again in double.
-static void redo_extreme_rows(const ForwardCall& call, const Item& item, const float* refs,
-                              Arena& arena) {
+// The rows of an item that are marked, done again in double.
+static void redo_rows(const ForwardCall& call, const Item& item, const bool* again, Arena arena) {
   const Problem& p = *call.problem;
   ForwardScratch<double> scratch(arena, p, call.tiles, 1);
   const Sequence& seq = p.sequences[static_cast<std::size_t>(item.b)];
   for (std::int64_t r = item.row_begin; r < item.row_end; r += kLanes<double>) {
     const std::int64_t end = r + kLanes<double> < item.row_end ? r + kLanes<double> : item.row_end;
-    bool only[kLanes<double>], any = false;
-    for (std::int64_t lane = 0; lane < end - r; ++lane) {
-      const float ref = refs[r + lane - item.row_begin];
-      only[lane] = std::fabs(ref) > float(kExtremeLog2) && std::isfinite(ref);
-      any |= only[lane];
-    }
-    if (!any) continue;
-    ForwardItem<double> again{call, p,    scratch, head_group(p, item.b, item.kv_head),
-                              seq,  only, true};
-    again.run(r, end, 0, kUnbounded, true);
-    again.finish_all(r, end);
+    const bool* only = again + (r - item.row_begin);
+    if (std::none_of(only, only + (end - r), [](bool marked) { return marked; })) continue;
+    ForwardItem<double> work{call, p,    scratch, head_group(p, item.b, item.kv_head),
+                             seq,  only, true};
+    work.run(r, end, 0, kUnbounded, true);
+    work.finish_all(r, end);
   }
 }
 
@@ -442,7 +442,7 @@ static void decode_item(const ForwardCall& call, const Item& item, bool with_sin
                             nullptr, true};
     for (std::int64_t x = 0; x < rows * step; ++x) s.rows[x] = out[x];
     if (work.finish(work.tile(item.row_begin, item.row_end), item.row_begin, ref, sum)) {
-      redo_extreme_rows(call, {item.b, heads.kv_head, item.row_begin, item.row_end}, ref, arena);
+      redo_rows(call, {item.b, heads.kv_head, item.row_begin, item.row_end}, s.again, arena);
     }
   }
 }
@@ -467,9 +467,9 @@ void forward_item(const ForwardCall& call, std::int64_t index, int worker) {
     ForwardItem<R> work{call, p, s, heads, seq, nullptr, tiles == 1};
     work.run(item.row_begin, item.row_end, item.key_begin, item.key_end, with_sink);
     if (item.partial < 0) {
-      const bool extreme = work.finish_all(item.row_begin, item.row_end);
+      const bool any_again = work.finish_all(item.row_begin, item.row_end);
       if constexpr (sizeof(R) == 4) {
-        if (extreme) redo_extreme_rows(call, item, s.ref, arena);
+        if (any_again) redo_rows(call, item, s.again, arena);
       }
       continue;
     }
@@ -522,9 +522,9 @@ void merge_split_item(const ForwardCall& call, std::int64_t index, int worker) {
   for (std::int64_t r = 0; r < split.rows; r += kLanes<R>) {
     const std::int64_t end = r + kLanes<R> < split.rows ? r + kLanes<R> : split.rows;
     merge_partials(call, split, r, end, s);
-    const bool extreme = work.finish(work.tile(r, end), r, s.ref, s.sum);
+    const bool any_again = work.finish(work.tile(r, end), r, s.ref, s.sum);
     if constexpr (sizeof(R) == 4) {
-      if (extreme) redo_extreme_rows(call, {split.b, split.kv_head, r, end}, s.ref, arena);
+      if (any_again) redo_rows(call, {split.b, split.kv_head, r, end}, s.again, arena);
     }
   }
 }
