@@ -214,6 +214,28 @@ struct ForwardItem {
     attend_as<1>(tile, key_begin, num_keys, panel, qt, out, ref, sum);
   }
 
+  // The end of a row of sums; tells whether all of it is finite.
+  bool clear(R* row) {
+    for (std::int64_t d = 0; d < p.dim_v; ++d) row[d] = R(0);
+    return true;
+  }
+  bool divide(R* row, R kept, R sum) {
+    const Vec<R> factor = splat(kept), by = splat(sum);
+    Vec<R> checks{};
+    std::int64_t d = 0;
+    for (; d + kWidth<R> <= p.dim_v; d += kWidth<R>) {
+      const Vec<R> x = load(row + d) * factor / by;
+      store(row + d, x);
+      checks += x * Vec<R>{};
+    }
+    R check = sum_of_lanes<R>(checks);
+    for (; d < p.dim_v; ++d) {
+      row[d] = row[d] * kept / sum;
+      check += row[d] * R(0);
+    }
+    return check == R(0);
+  }
+
   // Divides s.rows and stores; tells whether some row must be done again in double, and marks it.
   bool finish(const QueryTile& tile, std::int64_t item_begin, const R* ref, const R* sum) {
     const R kept = static_cast<R>(p.variant.dropout() ? keep_scale(p.variant) : 1.0);
@@ -227,7 +249,7 @@ struct ForwardItem {
       const bool empty = sum[lane] == R(0);
       R* row = s.rows + lane * step;
       const bool none = empty || kept == R(0);  // whatever the values were
-      for (std::int64_t d = 0; d < p.dim_v; ++d) row[d] = none ? R(0) : row[d] * kept / sum[lane];
+      const bool finite = none ? clear(row) : divide(row, kept, sum[lane]);
       store_row(call.out.at(heads.b, seq.q_begin + i, h), call.out.dtype, call.out.dim, row,
                 p.dim_v);
       if (call.lse) {
@@ -238,10 +260,10 @@ struct ForwardItem {
                        : call.lse.dtype == DType::kFloat32 ? finite_as<float>(lse)
                                                            : lse);
       }
-      bool& again = s.again[tile.row_begin + lane - item_begin];
-      again = std::isfinite(ref[lane]) && std::isfinite(sum[lane]) &&
-              ((extreme_scores(p) && std::fabs(ref[lane]) > R(kExtremeLog2)) ||
-               (extreme_values(p) && !all_finite(row, p.dim_v)));
+      const bool lost = !finite || std::fabs(ref[lane]) > R(kExtremeLog2);
+      const bool again = lost && (finite ? extreme_scores(p) : redone_in_double(p)) &&
+                         std::isfinite(ref[lane]) && std::isfinite(sum[lane]);
+      s.again[tile.row_begin + lane - item_begin] = again;
       any_again |= again;
     }
     return any_again;

@@ -181,14 +181,20 @@ inline void outer_product(const R* weights, int lanes, const R* rows, std::int64
   }
 }
 
+template <class R>
+inline R sum_of_lanes(const Vec<R>& x) {
+  R sum = 0;
+  for (int lane = 0; lane < kWidth<R>; ++lane) sum += x[lane];
+  return sum;
+}
+
 // Whether no element is infinite or NaN: 0 * x is 0 for every finite x.
 template <class R>
 inline bool all_finite(const R* row, std::int64_t count) {
   Vec<R> sums{};
   std::int64_t d = 0;
   for (; d + kWidth<R> <= count; d += kWidth<R>) sums += load(row + d) * Vec<R>{};
-  R sum = 0;
-  for (int lane = 0; lane < kWidth<R>; ++lane) sum += sums[lane];
+  R sum = sum_of_lanes<R>(sums);
   for (; d < count; ++d) sum += row[d] * R(0);
   return sum == R(0);
 }
