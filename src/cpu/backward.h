@@ -46,7 +46,7 @@ struct BackwardItem {
   // `lanes` has been set for the tile.
   void load_queries(const QueryTile& tile, const QueryData<R>& x) {
     const int width = tile.vectors * kWidth<R>;
-    const R factor = static_cast<R>(p.variant.scale * (p.variant.scale_only() ? kLog2E : 1.0));
+    const double factor = p.variant.scale * (p.variant.scale_only() ? kLog2E : 1.0);
     const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
     for (std::int64_t d = 0; d < dim * width; ++d) x.q[d] = R(0);
     for (std::int64_t d = 0; d < dim_v * width; ++d) x.dout[d] = R(0);
@@ -84,7 +84,7 @@ struct BackwardItem {
     for (int lane = 0; lane < tile.rows; ++lane) {
       for (std::int64_t d = 0; only_key[lane] && d < p.dim_v; ++d) x.dot[d * width + lane] = R(0);
     }
-    for (std::int64_t d = 0; d < p.dim * width; ++d) x.qt[d] *= factor;
+    scale_row(x.qt, x.qt, p.dim * width, factor);
     *x.poisoned = false;
     for (int lane = 0; lane < tile.rows; ++lane) {
       x.q_poison[lane] = clear_if_not_finite(x.q + lane * dim, p.dim);
@@ -416,13 +416,12 @@ struct BackwardItem {
 
   void store_dq(const QueryTile& tile, const QueryData<R>& x) {
     const int width = tile.vectors * kWidth<R>;
-    const R scale = static_cast<R>(p.variant.scale);
     const std::int64_t step = padded_dim<R>(p.dim);
     touch_lanes(call.t.dq, seq.q_begin, tile, s.lanes, p.dim);
     transpose(x.dqt, width, p.dim, tile.rows, s.rows, step);
     for (int lane = 0; lane < tile.rows; ++lane) {
       R* row = s.rows + lane * step;
-      for (std::int64_t d = 0; d < p.dim; ++d) row[d] *= scale;
+      scale_row(row, row, p.dim, p.variant.scale);
       store_row(call.t.dq.at(heads.b, seq.q_begin + s.lanes.query[lane], s.lanes.head[lane]),
                 call.t.dq.dtype, call.t.dq.dim, row, p.dim);
     }
@@ -498,12 +497,12 @@ struct BackwardItem {
 // dk or dv of keys [begin, end) of one head from sums [key][d].
 template <class R>
 inline void store_key_gradient(const BackwardCall& call, const Item& item, const Rows& to,
-                               const R* sums, std::int64_t dim, R factor, R* row) {
+                               const R* sums, std::int64_t dim, double factor, R* row) {
   if (!to) return;
   const Sequence& seq = call.problem->sequences[static_cast<std::size_t>(item.b)];
   for (std::int64_t key = item.row_begin; key < item.row_end; ++key) {
     const R* from = sums + key * padded_dim<R>(dim);
-    for (std::int64_t d = 0; d < dim; ++d) row[d] = from[d] * factor;
+    scale_row(row, from, dim, factor);
     store_row(to.at(item.b, seq.k_begin + key, item.kv_head), to.dtype, to.dim, row, dim);
   }
 }
@@ -557,8 +556,8 @@ void backward_item(const BackwardCall& call, std::int64_t index, int worker) {
   }
   if (!call.wants.dkv) return;
   const Item all{item.b, item.kv_head, 0, seq.used.k};
-  store_key_gradient<R>(call, all, call.t.dk, dk, p.dim, static_cast<R>(p.variant.scale), s.row);
-  store_key_gradient<R>(call, all, call.t.dv, dv, p.dim_v, R(1), s.row);
+  store_key_gradient<R>(call, all, call.t.dk, dk, p.dim, p.variant.scale, s.row);
+  store_key_gradient<R>(call, all, call.t.dv, dv, p.dim_v, 1.0, s.row);
 }
 
 // The same sum as a whole-head item forms: chunk after chunk, each only where it has keys.
@@ -587,8 +586,7 @@ void reduce_chunks_of(const BackwardCall& call, const Item& keys, int worker) {
         const R* from = sums + idx * chunk_elements_of<R>(p) + side * v_at + key * step;
         for (std::int64_t d = 0; d < dim; ++d) sum[d] += from[d];
       }
-      const R factor = side == 0 ? static_cast<R>(p.variant.scale) : R(1);
-      for (std::int64_t d = 0; d < dim; ++d) row[d] = sum[d] * factor;
+      scale_row(row, sum, dim, side == 0 ? p.variant.scale : 1.0);
       store_row(to.at(keys.b, seq.k_begin + key, keys.kv_head), to.dtype, to.dim, row, dim);
     }
   }

@@ -91,7 +91,7 @@ struct ForwardItem {
       if (lane < tile.rows) {
         load_row(row, p.q.at(heads.b, seq.q_begin + s.lanes.query[lane], s.lanes.head[lane]),
                  p.q.dtype, p.q.dim, p.dim);
-        for (std::int64_t d = 0; d < p.dim; ++d) row[d] *= static_cast<R>(factor);
+        scale_row(row, row, p.dim, factor);
       } else {
         for (std::int64_t d = 0; d < p.dim; ++d) row[d] = R(0);
       }

@@ -7,6 +7,9 @@
 // Compiled once per instruction set; includes simd.h and kernels.h.
 #pragma once
 
+#include <cmath>
+#include <limits>
+
 #include "cpu/isa/simd.h"
 #include "cpu/kernels.h"
 
@@ -197,6 +200,17 @@ inline bool all_finite(const R* row, std::int64_t count) {
   R sum = sum_of_lanes<R>(sums);
   for (; d < count; ++d) sum += row[d] * R(0);
   return sum == R(0);
+}
+
+// to = from * factor; in double where the factor is too small to be a normal R.
+template <class R>
+inline void scale_row(R* to, const R* from, std::int64_t count, double factor) {
+  const R narrow = static_cast<R>(factor);
+  if (factor != 0 && std::fabs(narrow) < std::numeric_limits<R>::min()) {
+    for (std::int64_t d = 0; d < count; ++d) to[d] = static_cast<R>(double{from[d]} * factor);
+    return;
+  }
+  for (std::int64_t d = 0; d < count; ++d) to[d] = from[d] * narrow;
 }
 
 // to[c * to_step + r] = from[r * from_step + c] for an 8 x 8 block of floats.
