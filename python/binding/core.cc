@@ -74,6 +74,17 @@ constexpr std::array<const char*, kNumArguments> kArgumentNames = {"q",
   throw nb::type_error(concat(name, " is ", type_text(object), ": ", needed, " is needed").c_str());
 }
 
+// What converts to T without being rounded or read as something else.
+template <class T>
+T exactly(nb::handle object, const char* name, const char* needed) {
+  T value{};
+  if (!nb::try_cast<T>(object, value)) wrong_type(name, object, needed);
+  return value;
+}
+bool flag(nb::handle object, const char* name) {
+  return exactly<bool>(object, name, "True or False");
+}
+
 std::optional<double> optional_number(nb::handle object, const char* name) {
   if (object.is_none()) return std::nullopt;
   if (!PyFloat_Check(object.ptr()) && !PyLong_Check(object.ptr())) {
@@ -113,12 +124,13 @@ void read_seed(nb::handle object, Attention& a) {
 }
 
 Causal read_causal(nb::handle object) {
-  if (nb::isinstance<nb::str>(object)) {
-    const std::string text = nb::str(object).c_str();
-    if (text == "none") return Causal::kNone;
-    if (text == "bottom_right") return Causal::kBottomRight;
-    if (text == "top_left") return Causal::kTopLeft;
-  }
+  const auto is = [object](const char* text) {
+    return PyUnicode_Check(object.ptr()) &&
+           PyUnicode_CompareWithASCIIString(object.ptr(), text) == 0;
+  };
+  if (is("none")) return Causal::kNone;
+  if (is("bottom_right")) return Causal::kBottomRight;
+  if (is("top_left")) return Causal::kTopLeft;
   invalid("causal is ", nb::repr(object).c_str(),
           ": False, True, \"bottom_right\" or \"top_left\" is needed");
 }
@@ -127,13 +139,6 @@ Expected output(const char* name) {
   Expected expected{name};
   expected.writable = true;
   return expected;
-}
-
-void check_count(const nb::args& args, std::size_t more, const char* function) {
-  const std::size_t want = kNumArguments + more;
-  if (args.size() == want) return;
-  throw nb::type_error(
-      concat(function, " takes ", want, " positional arguments, not ", args.size()).c_str());
 }
 
 // What a call runs on, alive until it has returned, and destroyed with the GIL held.
@@ -172,11 +177,12 @@ Place place_of(nb::handle where, nb::handle allocate, const Tensor& tensor, nb::
   place.context.device = tensor.device;
   if (where.is_none()) return place;
   if (tensor.device.type == DeviceType::kCpu) {
-    place.threads = cpu::pool_for_host(nb::cast<int>(where));
+    place.threads = cpu::pool_for_host(exactly<int>(where, "num_threads", "an int of 32 bits"));
     place.context.executor = place.threads.get();
     return place;
   }
-  place.context.stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(where));
+  place.context.stream =
+      reinterpret_cast<void*>(exactly<std::uintptr_t>(where, "stream", "an address"));
   if (!allocate.is_valid()) return place;
   place.memory = std::make_shared<nb::object>();
   place.context.allocate = [allocate, like, owner = place.memory](std::size_t bytes) {
@@ -221,6 +227,13 @@ enum Host : std::size_t {
 
 nb::handle item(const nb::tuple& of, std::size_t at) { return of[at]; }
 
+void check_plain_call(const nb::tuple& question, const nb::tuple& host) {
+  if (question.size() == kNumArguments && host.size() >= kWatchers) return;
+  throw nb::type_error(concat("question has ", question.size(), " items and host ", host.size(),
+                              ": ", kNumArguments, " and at least ", int{kWatchers}, " are needed")
+                           .c_str());
+}
+
 // A plain tensor of rows on a device of ours; what is wrong with others is for others to say.
 bool is_plain_tensor(nb::handle object, const nb::tuple& host) {
   const nb::handle type = object.type();
@@ -239,6 +252,7 @@ bool is_plain_tensor(nb::handle object, const nb::tuple& host) {
 // Whether q, k and v are all the arrays there are, as their memory describes them, and nothing has
 // to be drawn, cast or shown to somebody else on the way to it.
 bool is_plain(const nb::tuple& question, const nb::tuple& host) {
+  check_plain_call(question, host);
   for (std::size_t position = kBias; position <= kSeed; ++position) {
     if (!item(question, position).is_none()) return false;
   }
@@ -277,6 +291,7 @@ nb::object new_lse(const Attention& a, const nb::tuple& question, const nb::tupl
 
 // A question that is_plain: (out, lse), without lse if not wanted.
 nb::object call_forward_plain(const nb::tuple& question, bool want_lse, const nb::tuple& host) {
+  check_plain_call(question, host);
   const Attention a = read_attention(question, 0);
   const nb::object out = new_out(a, question, host);
   const nb::object lse = want_lse ? new_lse(a, question, host) : nb::none();
@@ -311,7 +326,7 @@ void call_backward(const nb::args& args) {
   gradients.dbias = optional_tensor(args[next++], output("dbias"));
   gradients.dslopes = optional_tensor(args[next++], output("dslopes"));
   gradients.dsinks = optional_tensor(args[next++], output("dsinks"));
-  gradients.deterministic = nb::cast<bool>(args[next++]);
+  gradients.deterministic = flag(args[next++], "deterministic");
   const Place place = place_of(args, next, attention.q, args[2]);
   const WithoutGil release;
   backward(place.context, attention, out, lse, dout, dlse, gradients);
@@ -321,7 +336,7 @@ void call_backward(const nb::args& args) {
 std::optional<Gradients> wanted(const Attention& a, nb::handle needs, nb::handle deterministic) {
   if (needs.is_none()) return std::nullopt;
   const auto like = [&needs](int i, const std::optional<Tensor>& input) {
-    return nb::cast<bool>(needs[i]) ? input : std::nullopt;
+    return flag(needs[i], "needs") ? input : std::nullopt;
   };
   return Gradients{like(0, a.q),
                    like(1, a.k),
@@ -329,7 +344,7 @@ std::optional<Gradients> wanted(const Attention& a, nb::handle needs, nb::handle
                    like(3, a.bias),
                    like(4, a.alibi_slopes),
                    like(5, a.sinks),
-                   nb::cast<bool>(deterministic)};
+                   flag(deterministic, "deterministic")};
 }
 
 nb::tuple call_plan(const nb::args& args) {
@@ -339,13 +354,13 @@ nb::tuple call_plan(const nb::args& args) {
   const Place place = place_of(args, kNumArguments + 2, attention.q, args[0]);
   const Plan p = gradients ? plan(place.context, attention, *gradients)
                            : plan(place.context, attention, Direction::kForward);
-  return nb::make_tuple(nb::str(p.backend.c_str()), nb::str(p.kernel.c_str()), p.work_items,
-                        p.workspace_bytes, nb::str(p.why.c_str()));
+  return nb::make_tuple(text(p.backend), text(p.kernel), p.work_items, p.workspace_bytes,
+                        text(p.why));
 }
 
 nb::list to_python(const std::vector<std::string>& lines) {
   nb::list list;
-  for (const std::string& line : lines) list.append(nb::str(line.c_str()));
+  for (const std::string& line : lines) list.append(text(line));
   return list;
 }
 
@@ -367,7 +382,7 @@ nb::list call_prebuild(const nb::args& args) {
   check_count(args, 3, "prebuild");
   const Attention attention = read_attention(args, 0);
   const auto gradients = wanted(attention, args[kNumArguments], args[kNumArguments + 1]);
-  const int arch = nb::cast<int>(args[kNumArguments + 2]);
+  const int arch = exactly<int>(args[kNumArguments + 2], "arch", "an int of 32 bits");
   std::vector<std::string> built;
   {
     const WithoutGil release;
@@ -442,11 +457,23 @@ void translate_error(const std::exception_ptr& thrown, void*) {
     PyObject* type = PyExc_RuntimeError;
     if (error.kind() == ErrorKind::kInvalidArgument) type = PyExc_ValueError;
     if (error.kind() == ErrorKind::kUnsupported) type = PyExc_NotImplementedError;
-    PyErr_SetString(type, error.what());
+    PyErr_SetObject(type, text(error.what()).ptr());
   }
 }
 
 }  // namespace
+
+nb::str text(std::string_view utf8) {
+  return nb::steal<nb::str>(
+      PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()), "backslashreplace"));
+}
+
+void check_count(const nb::args& args, std::size_t more, const char* function) {
+  const std::size_t want = kNumArguments + more;
+  if (args.size() == want) return;
+  throw nb::type_error(
+      concat(function, " takes ", want, " positional arguments, not ", args.size()).c_str());
+}
 
 std::optional<Tensor> optional_tensor(nb::handle object, const Expected& expected) {
   if (object.is_none()) return std::nullopt;
@@ -515,7 +542,7 @@ NB_MODULE(_core, m) {
   m.def("set_num_threads",
         [](const nb::int_& count) { onefold::set_num_threads(*optional_integer(count, "count")); });
   m.def("num_threads", [] { return onefold::num_threads(); });
-  m.def("info", [] { return nb::str(onefold::info().c_str()); });
+  m.def("info", [] { return text(onefold::info()); });
   m.def(
       "fma_rate", [](double seconds) { return onefold::cpu::fma_rate(seconds); },
       nb::call_guard<WithoutGil>());

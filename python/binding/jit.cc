@@ -15,13 +15,11 @@ namespace nb = nanobind;
 namespace onefold::python {
 namespace {
 
-nb::str to_python(const std::string& text) { return nb::str(text.c_str(), text.size()); }
-
 jit::Store store() { return jit::Store(jit::cache_folders()); }
 
 nb::list cache_folders() {
   nb::list folders;
-  for (const auto& folder : jit::cache_folders()) folders.append(to_python(folder.string()));
+  for (const auto& folder : jit::cache_folders()) folders.append(text(folder.string()));
   return folders;
 }
 
@@ -30,12 +28,12 @@ nb::list cache_entries() {
   for (const jit::Store::Entry& entry : store().list()) {
     const jit::Binary& binary = entry.binary;
     nb::list warnings;
-    for (const std::string& warning : binary.facts.warnings) warnings.append(to_python(warning));
+    for (const std::string& warning : binary.facts.warnings) warnings.append(text(warning));
     nb::dict fields;
-    fields["folder"] = to_python(entry.folder);
-    fields["name"] = to_python(binary.name);
-    fields["target"] = to_python(binary.target);
-    fields["nvrtc"] = to_python(binary.nvrtc);
+    fields["folder"] = text(entry.folder);
+    fields["name"] = text(binary.name);
+    fields["target"] = text(binary.target);
+    fields["nvrtc"] = text(binary.nvrtc);
     fields["registers"] = binary.facts.registers;
     fields["spill_bytes"] = binary.facts.spill_store_bytes + binary.facts.spill_load_bytes;
     fields["compile_seconds"] = binary.facts.compile_seconds;
@@ -50,12 +48,12 @@ nb::list cache_entries() {
 }  // namespace
 
 void define_jit(nb::module_& m) {
-  m.def("add_compiler_path", [](const char* folder) { jit::add_search_path(folder); });
-  m.def("compiler_info", [] { return to_python(jit::info()); });
+  m.def("add_compiler_path", [](const nb::bytes& folder) { jit::add_search_path(folder.c_str()); });
+  m.def("compiler_info", [] { return text(jit::info()); });
   m.def("cache_folders", &cache_folders);
   m.def("cache_entries", &cache_entries);
   m.def("cache_clear", [] { return store().clear(); });
-  m.def("cache_export", [](const char* folder) { return store().copy_to(folder); });
+  m.def("cache_export", [](const nb::bytes& folder) { return store().copy_to(folder.c_str()); });
 }
 
 }  // namespace onefold::python

@@ -30,12 +30,14 @@ auto without_gil(const Call& call) {
 }
 
 nb::tuple call_forward(const nb::args& args) {
+  check_count(args, 0, "reference_forward");
   const Attention attention = read_attention(args, 0);
   const auto r = without_gil([&] { return reference::forward(attention); });
   return nb::make_tuple(to_python(r.out), to_python(r.lse));
 }
 
 nb::tuple call_forward_terms(const nb::args& args) {
+  check_count(args, 0, "reference_forward_terms");
   const Attention attention = read_attention(args, 0);
   const auto r = without_gil([&] { return reference::forward_terms(attention); });
   return nb::make_tuple(to_python(r.out), to_python(r.lse), to_python(r.squared_value),
@@ -44,7 +46,8 @@ nb::tuple call_forward_terms(const nb::args& args) {
 }
 
 template <class Function>
-nb::tuple six_gradients(const nb::args& args, Function function) {
+nb::tuple six_gradients(const nb::args& args, const char* name, Function function) {
+  check_count(args, 2, name);
   const Attention attention = read_attention(args, 0);
   const std::optional<Tensor> dout = optional_tensor(args[kNumArguments], {"dout"});
   const std::optional<Tensor> dlse = optional_tensor(args[kNumArguments + 1], {"dlse"});
@@ -58,10 +61,12 @@ nb::tuple six_gradients(const nb::args& args, Function function) {
 void define_reference(nb::module_& m) {
   m.def("reference_forward", &call_forward);
   m.def("reference_forward_terms", &call_forward_terms);
-  m.def("reference_backward",
-        [](const nb::args& args) { return six_gradients(args, &reference::backward); });
-  m.def("reference_backward_terms",
-        [](const nb::args& args) { return six_gradients(args, &reference::backward_terms); });
+  m.def("reference_backward", [](const nb::args& args) {
+    return six_gradients(args, "reference_backward", &reference::backward);
+  });
+  m.def("reference_backward_terms", [](const nb::args& args) {
+    return six_gradients(args, "reference_backward_terms", &reference::backward_terms);
+  });
   nb::list sources;
   for (int i = 0; i < reference::kNumSources; ++i) {
     sources.append(nb::str(reference::name(static_cast<reference::Source>(i))));

@@ -14,12 +14,14 @@ from ._options import (
     Causal,
     Options,
     Window,
-    check_flags,
+    flags,
     from_options,
     in_order,
     integer,
+    is_bool,
     refuse_keyword,
     refuse_mods,
+    type_error,
 )
 
 if TYPE_CHECKING:
@@ -118,7 +120,7 @@ def attention(
     if score_mod is not None or mask_mod is not None or aux is not None:
         refuse_mods(score_mod=score_mod, mask_mod=mask_mod, aux=aux)
     if deterministic is not None or type(return_lse) is not bool:
-        check_flags(deterministic, return_lse)
+        deterministic, return_lse = flags(deterministic, return_lse)
     if misspelt:
         refuse_keyword(
             "attention", next(iter(misspelt)), (*Options.__annotations__, "return_lse", "out")
@@ -228,7 +230,7 @@ def explain(
     Returns:
         The plans of both directions, backward for the gradients of all inputs.
     """
-    check_flags(deterministic, return_lse)
+    deterministic, _ = flags(deterministic, return_lse)
     module = front_end(q)
     question = _described_by_memory(module, from_options("explain", q, k, v, options))
     given = [question[i] is not None for i in DIFFERENTIABLE]
@@ -276,12 +278,14 @@ def warmup(
     Returns:
         The kernels, one line each; none on the CPU, which has nothing to make ready.
     """
-    check_flags(deterministic, return_lse)
+    deterministic, _ = flags(deterministic, return_lse)
     module = front_end(q)
     question = _described_by_memory(module, from_options("warmup", q, k, v, options))
     needs = [getattr(question[i], "requires_grad", False) for i in DIFFERENTIABLE]
     if backward is None:
         backward = any(needs)
+    elif not is_bool(backward):
+        raise type_error("backward", backward, "True, False or None")
     if backward and not any(needs):
         needs = [question[i] is not None for i in DIFFERENTIABLE]
     ready = _core.warm_up(*question, None, False)

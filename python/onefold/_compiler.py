@@ -14,7 +14,9 @@ _FOLDERS = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib")
 def tell_core() -> None:
     """Hands on every such folder that exists on sys.path. NVRTC itself is opened when needed."""
     for site in sys.path:
+        if not isinstance(site, (str, os.PathLike)):  # Python's own import passes it over as well
+            continue
         for folder in _FOLDERS:
             path = os.path.join(site, folder)
             if os.path.isdir(path):
-                _core.add_compiler_path(path)
+                _core.add_compiler_path(os.fsencode(path))

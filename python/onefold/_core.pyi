@@ -70,7 +70,7 @@ def read_rate(first: Any, second: Any, seconds: float) -> float:
 def instruction_set() -> str:
     """Of the CPU backend: avx512, avx2 or baseline."""
 
-def add_compiler_path(folder: str) -> None:
+def add_compiler_path(folder: bytes) -> None:
     """A folder to look for NVRTC in; before the first kernel."""
 
 def compiler_info() -> str:
@@ -86,7 +86,7 @@ def cache_entries() -> list[dict[str, Any]]:
 def cache_clear() -> int:
     """Deletes the entries of the first folder and tells how many there were."""
 
-def cache_export(folder: str) -> int:
+def cache_export(folder: bytes) -> int:
     """Copies every entry of all folders to another and tells how many that has gained."""
 
 def reference_forward(*question: Any) -> tuple[_Array, _Array]:

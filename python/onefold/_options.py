@@ -124,7 +124,7 @@ def from_options(
     """`arguments` for a function that takes the keywords as **options and is deterministic."""
     options = dict(options)
     refuse_mods(**{name: options.pop(name, None) for name in _MOD_ALTERNATIVES})
-    check_flags(options.pop("deterministic", None), False)
+    flags(options.pop("deterministic", None), False)
     unknown = [name for name in options if name not in Options.__annotations__]
     if unknown:
         known = {"explain": (*Options.__annotations__, "return_lse")}
@@ -146,10 +146,17 @@ def index_list(name: str, values: Any) -> list[int]:
     try:
         indices = [integer(name, value) for value in values]
     except TypeError:
-        raise TypeError(f"{name} is {values!r}: a list of int is needed") from None
+        raise TypeError(f"{name} is {_shown(values)}: a list of int is needed") from None
     if any(not -(2**63) <= index < 2**63 for index in indices):
-        raise ValueError(f"{name} is {values!r}: integers of 64 bits are needed")
+        raise ValueError(f"{name} is {_shown(values)}: integers of 64 bits are needed")
     return indices
+
+
+def _shown(values: Any) -> str:
+    """A list in a sentence, where a long one is cut."""
+    import reprlib
+
+    return reprlib.repr(values)
 
 
 def refuse_mods(**given: Callable[..., Any] | Sequence[Any] | None) -> None:
@@ -214,11 +221,14 @@ def check_flag(name: str, value: Any) -> None:
         raise type_error(name, value, "True or False")
 
 
-def check_flags(deterministic: Any, return_lse: Any) -> None:
-    """Raises unless both are what their names say."""
-    if not (deterministic is None or is_bool(deterministic)):
-        raise type_error("deterministic", deterministic, "True, False or None")
+def flags(deterministic: Any, return_lse: Any) -> tuple[bool | None, bool]:
+    """Both as Python's own values; raises unless they are what their names say."""
+    if deterministic is not None:
+        if not is_bool(deterministic):
+            raise type_error("deterministic", deterministic, "True, False or None")
+        deterministic = bool(deterministic)
     check_flag("return_lse", return_lse)
+    return deterministic, bool(return_lse)
 
 
 def check_parts(name: str, parts: Any, check_array: Callable[[str, Any, str], None]) -> None:
@@ -290,7 +300,8 @@ def _causal(causal: Any) -> str:
         return "bottom_right" if causal else "none"
     if isinstance(causal, str) and causal in ("bottom_right", "top_left"):
         return causal
-    raise ValueError(f'causal is {causal!r}: False, True, "bottom_right" or "top_left" is needed')
+    told = repr(causal) if isinstance(causal, (str, int, float)) else kind_of(causal)
+    raise ValueError(f'causal is {told}: False, True, "bottom_right" or "top_left" is needed')
 
 
 def _seed(seed: Any) -> Any:

@@ -79,7 +79,7 @@ struct BackwardItem {
       x.lse[lane] = static_cast<R>(to_base_2<R>(call.t.lse.load(heads.b, h, r)));
       *x.empty |= x.lse[lane] == kEmpty<R>;
     }
-    lay_across(dout, width, p.dim_v, R(1), x.dot);
+    lay_across(dout, width, p.dim_v, 1.0, x.dot);
     // O of a row that sees one key is that key's V: dP - dO . O is 0, which rounding would hide.
     for (int lane = 0; lane < tile.rows; ++lane) {
       for (std::int64_t d = 0; only_key[lane] && d < operands<X>(p.dim_v); ++d) {
@@ -103,17 +103,17 @@ struct BackwardItem {
     return rows;
   }
   // Rows times `factor` as operands along d, one row a lane.
-  void lay_across(const R* rows, int width, std::int64_t dim, R factor, X* to) {
+  void lay_across(const R* rows, int width, std::int64_t dim, double factor, X* to) {
     const std::int64_t step = padded_dim<R>(dim), depth = operands<X>(dim);
     if constexpr (kPairs) {
       for (int lane = 0; lane < width; ++lane) {
-        for (std::int64_t d = 0; d < dim; ++d) s.row[d] = rows[lane * step + d] * factor;
+        scale_row(s.row, rows + lane * step, dim, factor);
         narrow_row(s.row, dim, s.operand_rows + lane * step);
       }
       transpose(s.operand_rows, step, width, depth, to, width);
     } else {
       transpose(rows, step, width, dim, to, width);
-      for (std::int64_t d = 0; d < dim * width; ++d) to[d] *= factor;
+      if (factor != 1) scale_row(to, to, dim * width, factor);
     }
   }
   // Rows as operands along lanes.
@@ -479,13 +479,12 @@ struct BackwardItem {
 
   void store_dq(const QueryTile& tile, const QueryData<X>& x) {
     const int width = tile.vectors * kWidth<R>;
-    const R scale = static_cast<R>(p.variant.scale);
     const std::int64_t step = padded_dim<R>(p.dim);
     touch_lanes(call.t.dq, seq.q_begin, tile, s.lanes, p.dim);
     transpose(x.dqt, width, p.dim, tile.rows, s.rows, step);
     for (int lane = 0; lane < tile.rows; ++lane) {
       R* row = s.rows + lane * step;
-      for (std::int64_t d = 0; d < p.dim; ++d) row[d] *= scale;
+      scale_row(row, row, p.dim, p.variant.scale);
       store_row(call.t.dq.at(heads.b, seq.q_begin + s.lanes.query[lane], s.lanes.head[lane]),
                 call.t.dq.dtype, call.t.dq.dim, row, p.dim);
     }
@@ -561,12 +560,12 @@ struct BackwardItem {
 // dk or dv of keys [begin, end) of one head from sums [key][d].
 template <class R>
 inline void store_key_gradient(const BackwardCall& call, const Item& item, const Rows& to,
-                               const R* sums, std::int64_t dim, R factor, R* row) {
+                               const R* sums, std::int64_t dim, double factor, R* row) {
   if (!to) return;
   const Sequence& seq = call.problem->sequences[static_cast<std::size_t>(item.b)];
   for (std::int64_t key = item.row_begin; key < item.row_end; ++key) {
     const R* from = sums + key * padded_dim<R>(dim);
-    for (std::int64_t d = 0; d < dim; ++d) row[d] = from[d] * factor;
+    scale_row(row, from, dim, factor);
     store_row(to.at(item.b, seq.k_begin + key, item.kv_head), to.dtype, to.dim, row, dim);
   }
 }
@@ -621,8 +620,8 @@ void backward_item(const BackwardCall& call, std::int64_t index, int worker) {
   }
   if (!call.wants.dkv) return;
   const Item all{item.b, item.kv_head, 0, seq.used.k};
-  store_key_gradient<R>(call, all, call.t.dk, dk, p.dim, static_cast<R>(p.variant.scale), s.row);
-  store_key_gradient<R>(call, all, call.t.dv, dv, p.dim_v, R(1), s.row);
+  store_key_gradient<R>(call, all, call.t.dk, dk, p.dim, p.variant.scale, s.row);
+  store_key_gradient<R>(call, all, call.t.dv, dv, p.dim_v, 1.0, s.row);
 }
 
 // The same sum as a whole-head item forms: chunk after chunk, each only where it has keys.
@@ -651,8 +650,7 @@ void reduce_chunks_of(const BackwardCall& call, const Item& keys, int worker) {
         const R* from = sums + idx * chunk_elements_of<R>(p) + side * v_at + key * step;
         for (std::int64_t d = 0; d < dim; ++d) sum[d] += from[d];
       }
-      const R factor = side == 0 ? static_cast<R>(p.variant.scale) : R(1);
-      for (std::int64_t d = 0; d < dim; ++d) row[d] = sum[d] * factor;
+      scale_row(row, sum, dim, side == 0 ? p.variant.scale : 1.0);
       store_row(to.at(keys.b, seq.k_begin + key, keys.kv_head), to.dtype, to.dim, row, dim);
     }
   }

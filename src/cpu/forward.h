@@ -10,6 +10,7 @@
 // per instruction set; includes scores.h and decode.h.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "cpu/decode.h"
@@ -18,10 +19,12 @@
 namespace onefold::cpu::ONEFOLD_ISA {
 
 // Rows whose scores reach this (in base 2) are finished in double: a bias, a sink or a slope gets
-// there.
+// there. So are rows whose sum of values leaves the range of float, which their mean does not.
 inline constexpr double kExtremeLog2 = 1e36;
+static inline bool extreme_scores(const Problem& p) { return p.bias || p.sinks || p.slopes; }
+static inline bool extreme_values(const Problem& p) { return p.dtype != DType::kFloat16; }
 static inline bool redone_in_double(const Problem& p) {
-  return p.dtype != DType::kFloat64 && (p.bias || p.sinks || p.slopes);
+  return p.dtype != DType::kFloat64 && (extreme_scores(p) || extreme_values(p));
 }
 
 template <class X>
@@ -31,7 +34,8 @@ struct ForwardScratch {
   X *k_panels, *v_panels, *operand_rows, *weights;
   R *row, *rows, *scores, *addend, *dropout;
   int *poison_counts, *poison_keys;
-  X* qt;  // per query tile of the item, as all below
+  bool* again;  // per row of the item: to be done in double
+  X* qt;        // per query tile of the item, as all below
   R *out, *ref, *sum;
   R* mass;  // the sum of the weights as they were multiplied with V; null where that is sum
   LaneFacts<R> lanes;
@@ -51,6 +55,7 @@ struct ForwardScratch {
         arena.take<X>(key_tiles * value_depth * (padded_v + padded_dim<R>(p.dim_v)) + kPanelSlack);
     poison_counts = arena.take<int>(key_tiles);
     poison_keys = arena.take<int>(t.super_keys);
+    again = arena.take<bool>(tiles_per_item * kLanes<R>);
     row = arena.take<R>(round_up(p.dim > padded_v ? p.dim : padded_v, 64) + t.keys);
     rows = arena.take<R>(padded_dim<R>(p.dim > p.dim_v ? p.dim : p.dim_v) *
                          (kLanes<R> > kPanelRows ? kLanes<R> : kPanelRows));
@@ -91,7 +96,8 @@ struct ForwardItem {
 
   // q's rows times `factor` into s.rows, zeros beyond them up to `width`; the rows' states at their
   // start, with their sink or empty.
-  void load_queries(const QueryTile& tile, int width, R factor, bool with_sink, R* ref, R* sum) {
+  void load_queries(const QueryTile& tile, int width, double factor, bool with_sink, R* ref,
+                    R* sum) {
     const std::int64_t step = padded_dim<R>(p.dim);
     set_lanes(p, tile, s.lanes);
     touch_lanes(p.q, seq.q_begin, tile, s.lanes, p.dim);
@@ -100,7 +106,7 @@ struct ForwardItem {
       if (lane < tile.rows) {
         load_row(row, p.q.at(heads.b, seq.q_begin + s.lanes.query[lane], s.lanes.head[lane]),
                  p.q.dtype, p.q.dim, p.dim);
-        for (std::int64_t d = 0; d < p.dim; ++d) row[d] *= factor;
+        scale_row(row, row, p.dim, factor);
       } else {
         for (std::int64_t d = 0; d < p.dim; ++d) row[d] = R(0);
       }
@@ -230,11 +236,33 @@ struct ForwardItem {
     attend_as<1>(tile, key_begin, num_keys, panel, qt, out, ref, sum, mass);
   }
 
-  // Divides s.rows and stores; tells whether some row must be done again in double.
+  // The end of a row of sums; tells whether all of it is finite.
+  bool clear(R* row) {
+    for (std::int64_t d = 0; d < p.dim_v; ++d) row[d] = R(0);
+    return true;
+  }
+  bool divide(R* row, R kept, R sum) {
+    const Vec<R> factor = splat(kept), by = splat(sum);
+    Vec<R> checks{};
+    std::int64_t d = 0;
+    for (; d + kWidth<R> <= p.dim_v; d += kWidth<R>) {
+      const Vec<R> x = load(row + d) * factor / by;
+      store(row + d, x);
+      checks += x * Vec<R>{};
+    }
+    R check = sum_of_lanes<R>(checks);
+    for (; d < p.dim_v; ++d) {
+      row[d] = row[d] * kept / sum;
+      check += row[d] * R(0);
+    }
+    return check == R(0);
+  }
+
+  // Divides s.rows and stores; tells whether some row must be done again in double, and marks it.
   bool finish(const QueryTile& tile, std::int64_t item_begin, const R* ref, const R* sum) {
     const R kept = static_cast<R>(p.variant.dropout() ? keep_scale(p.variant) : 1.0);
     const std::int64_t step = padded_dim<R>(p.dim_v);
-    bool extreme = false;
+    bool any_again = false;
     set_lanes(p, tile, s.lanes);
     touch_lanes(call.out, seq.q_begin, tile, s.lanes, p.dim_v);
     for (int lane = 0; lane < tile.rows; ++lane) {
@@ -243,7 +271,7 @@ struct ForwardItem {
       const bool empty = sum[lane] == R(0);
       R* row = s.rows + lane * step;
       const bool none = empty || kept == R(0);  // whatever the values were
-      for (std::int64_t d = 0; d < p.dim_v; ++d) row[d] = none ? R(0) : row[d] * kept / sum[lane];
+      const bool finite = none ? clear(row) : divide(row, kept, sum[lane]);
       store_row(call.out.at(heads.b, seq.q_begin + i, h), call.out.dtype, call.out.dim, row,
                 p.dim_v);
       if (call.lse) {
@@ -254,12 +282,13 @@ struct ForwardItem {
                        : call.lse.dtype == DType::kFloat32 ? finite_as<float>(lse)
                                                            : lse);
       }
-      extreme |= is_extreme(ref[lane]);
+      const bool lost = !finite || std::fabs(ref[lane]) > R(kExtremeLog2);
+      const bool again = lost && (finite ? extreme_scores(p) : redone_in_double(p)) &&
+                         std::isfinite(ref[lane]) && std::isfinite(sum[lane]);
+      s.again[tile.row_begin + lane - item_begin] = again;
+      any_again |= again;
     }
-    return extreme;
-  }
-  bool is_extreme(R ref) const {
-    return redone_in_double(p) && std::fabs(ref) > R(kExtremeLog2) && std::isfinite(ref);
+    return any_again;
   }
 
   // Rows [row_begin, row_end) against keys [key_begin, key_end); the states are left in s.
@@ -321,15 +350,15 @@ struct ForwardItem {
   }
 
   bool finish_all(std::int64_t row_begin, std::int64_t row_end) {
-    bool extreme = false;
+    bool any_again = false;
     for (std::int64_t r = row_begin; r < row_end; r += kLanes<R>) {
       const QueryTile q = tile(r, row_end);
       const std::int64_t idx = (r - row_begin) / kLanes<R>;
       transpose(s.out + idx * s.out_size, q.vectors * kWidth<R>, p.dim_v, q.rows, s.rows,
                 padded_dim<R>(p.dim_v));
-      extreme |= finish(q, row_begin, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
+      any_again |= finish(q, row_begin, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
     }
-    return extreme;
+    return any_again;
   }
 };
 
@@ -357,25 +386,19 @@ struct Partial {
   }
 };
 
-// The rows of an item whose scores left the range of float, done again in double.
-static void redo_extreme_rows(const ForwardCall& call, const Item& item, const float* refs,
-                              Arena& arena) {
+// The rows of an item that are marked, done again in double.
+static void redo_rows(const ForwardCall& call, const Item& item, const bool* again, Arena arena) {
   const Problem& p = *call.problem;
   ForwardScratch<double> scratch(arena, p, call.tiles, 1);
   const Sequence& seq = p.sequences[static_cast<std::size_t>(item.b)];
   for (std::int64_t r = item.row_begin; r < item.row_end; r += kLanes<double>) {
     const std::int64_t end = r + kLanes<double> < item.row_end ? r + kLanes<double> : item.row_end;
-    bool only[kLanes<double>], any = false;
-    for (std::int64_t lane = 0; lane < end - r; ++lane) {
-      const float ref = refs[r + lane - item.row_begin];
-      only[lane] = std::fabs(ref) > float(kExtremeLog2) && std::isfinite(ref);
-      any |= only[lane];
-    }
-    if (!any) continue;
-    ForwardItem<double> again{call, p,    scratch, head_group(p, item.b, item.kv_head),
-                              seq,  only, true};
-    again.run(r, end, 0, kUnbounded, true);
-    again.finish_all(r, end);
+    const bool* only = again + (r - item.row_begin);
+    if (std::none_of(only, only + (end - r), [](bool marked) { return marked; })) continue;
+    ForwardItem<double> work{call, p,    scratch, head_group(p, item.b, item.kv_head),
+                             seq,  only, true};
+    work.run(r, end, 0, kUnbounded, true);
+    work.finish_all(r, end);
   }
 }
 
@@ -516,7 +539,7 @@ static void decode_item(const ForwardCall& call, const Item& item, bool with_sin
                             nullptr, true};
     for (std::int64_t x = 0; x < rows * step; ++x) s.rows[x] = out[x];
     if (work.finish(work.tile(item.row_begin, item.row_end), item.row_begin, ref, sum)) {
-      redo_extreme_rows(call, {item.b, heads.kv_head, item.row_begin, item.row_end}, ref, arena);
+      redo_rows(call, {item.b, heads.kv_head, item.row_begin, item.row_end}, s.again, arena);
     }
   }
 }
@@ -542,9 +565,9 @@ void forward_item(const ForwardCall& call, std::int64_t index, int worker) {
     ForwardItem<X> work{call, p, s, heads, seq, nullptr, tiles == 1};
     work.run(item.row_begin, item.row_end, item.key_begin, item.key_end, with_sink);
     if (item.partial < 0) {
-      const bool extreme = work.finish_all(item.row_begin, item.row_end);
+      const bool any_again = work.finish_all(item.row_begin, item.row_end);
       if constexpr (sizeof(R) == 4) {
-        if (extreme) redo_extreme_rows(call, item, s.ref, arena);
+        if (any_again) redo_rows(call, item, s.again, arena);
       }
       continue;
     }
@@ -599,9 +622,9 @@ void merge_split_item(const ForwardCall& call, std::int64_t index, int worker) {
   for (std::int64_t r = 0; r < split.rows; r += kLanes<R>) {
     const std::int64_t end = r + kLanes<R> < split.rows ? r + kLanes<R> : split.rows;
     merge_partials(call, split, r, end, s);
-    const bool extreme = work.finish(work.tile(r, end), r, s.ref, s.sum);
+    const bool any_again = work.finish(work.tile(r, end), r, s.ref, s.sum);
     if constexpr (sizeof(R) == 4) {
-      if (extreme) redo_extreme_rows(call, {split.b, split.kv_head, r, end}, s.ref, arena);
+      if (any_again) redo_rows(call, {split.b, split.kv_head, r, end}, s.again, arena);
     }
   }
 }

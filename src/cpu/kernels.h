@@ -67,6 +67,7 @@ struct Kernels {
 const Kernels* avx512_bf16_kernels();  // bfloat16 only
 const Kernels* avx512_bf16_kernels();  // bfloat16 only
 const Kernels* avx512_bf16_kernels();  // bfloat16 only
+const Kernels* avx512_bf16_kernels();  // bfloat16 only
 const Kernels* avx512_kernels();
 const Kernels* avx2_kernels();
 const Kernels* baseline_kernels();

@@ -53,15 +53,18 @@ inline Vec<R> natural_score(const Variant& variant, Vec<R> x, const At<Vec<R>>& 
 // scores by what remains.
 template <class X>
 struct ScoreFactor {
-  SumOf<X> of_queries, of_scores;
+  double of_queries;
+  SumOf<X> of_scores;
 };
 template <class X>
 inline ScoreFactor<X> score_factor(const Problem& p) {
-  using R = SumOf<X>;
   const double factor = p.variant.scale * (p.variant.scale_only() ? kLog2E : 1.0);
-  if (kTerms<X> == 1 || factor == 0) return {static_cast<R>(factor), R(1)};
-  const int exponent = std::ilogb(factor);
-  return {static_cast<R>(std::ldexp(1.0, exponent)), static_cast<R>(std::ldexp(factor, -exponent))};
+  if (kTerms<X> == 1 || factor == 0) return {factor, 1};
+  constexpr int kMost = 100;  // so that queries keep clear of the ends of the range
+  const int power = std::ilogb(factor), exponent = power < -kMost  ? -kMost
+                                                   : power > kMost ? kMost
+                                                                   : power;
+  return {std::ldexp(1.0, exponent), static_cast<SumOf<X>>(std::ldexp(factor, -exponent))};
 }
 
 // Turns scale * q.k into scores of the variant, in base 2 unless kUnits says natural, and hides

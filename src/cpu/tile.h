@@ -8,6 +8,9 @@
 // Compiled once per instruction set; includes pairs.h and kernels.h.
 #pragma once
 
+#include <cmath>
+#include <limits>
+
 #include "cpu/isa/pairs.h"
 #include "cpu/kernels.h"
 
@@ -194,16 +197,33 @@ inline void outer_product(const X* weights, int lanes, const X* rows, std::int64
   }
 }
 
+template <class R>
+inline R sum_of_lanes(const Vec<R>& x) {
+  R sum = 0;
+  for (int lane = 0; lane < kWidth<R>; ++lane) sum += x[lane];
+  return sum;
+}
+
 // Whether no element is infinite or NaN: 0 * x is 0 for every finite x.
 template <class R>
 inline bool all_finite(const R* row, std::int64_t count) {
   Vec<R> sums{};
   std::int64_t d = 0;
   for (; d + kWidth<R> <= count; d += kWidth<R>) sums += load(row + d) * Vec<R>{};
-  R sum = 0;
-  for (int lane = 0; lane < kWidth<R>; ++lane) sum += sums[lane];
+  R sum = sum_of_lanes<R>(sums);
   for (; d < count; ++d) sum += row[d] * R(0);
   return sum == R(0);
+}
+
+// to = from * factor; in double where the factor is too small to be a normal R.
+template <class R>
+inline void scale_row(R* to, const R* from, std::int64_t count, double factor) {
+  const R narrow = static_cast<R>(factor);
+  if (factor != 0 && std::fabs(narrow) < std::numeric_limits<R>::min()) {
+    for (std::int64_t d = 0; d < count; ++d) to[d] = static_cast<R>(double{from[d]} * factor);
+    return;
+  }
+  for (std::int64_t d = 0; d < count; ++d) to[d] = from[d] * narrow;
 }
 
 // to[c * to_step + r] = from[r * from_step + c] for an 8 x 8 block of 32-bit numbers or pairs.

@@ -84,12 +84,18 @@ class HostileExecutor final : public Executor {
   Random random_;
 };
 
-// A workspace full of NaN that ends where it was said to end.
+// A workspace full of NaN that ends where it was said to end: what lies behind it is looked at.
 inline std::shared_ptr<void> poisoned(std::size_t bytes) {
+  constexpr std::size_t kBehind = std::size_t{1} << 16;
   void* p = nullptr;
-  if (posix_memalign(&p, 64, bytes) != 0) throw std::bad_alloc();
-  std::memset(p, 0xFF, bytes);
-  return {p, std::free};
+  if (posix_memalign(&p, 64, bytes + kBehind) != 0) throw std::bad_alloc();
+  std::memset(p, 0xFF, bytes + kBehind);
+  return {p, [bytes](void* memory) {
+            const auto* end = static_cast<const unsigned char*>(memory) + bytes;
+            EXPECT_TRUE(std::all_of(end, end + kBehind, [](unsigned char x) { return x == 0xFF; }))
+                << "written behind a workspace of " << bytes << " bytes";
+            std::free(memory);
+          }};
 }
 
 // A context for one call, with an executor of its own or onefold's.

@@ -157,5 +157,70 @@ TEST_F(SpecialValues, a_row_that_sees_its_sink_alone_is_that_sink) {
   }
 }
 
+// One sequence, head dims 16, two key/value heads and two query heads for each.
+Question few_rows(DType dtype, std::int64_t queries, std::int64_t keys, Random& random) {
+  Question x;
+  x.dtype = dtype;
+  x.heads = 4, x.kv_heads = 2;
+  x.dim = x.dim_v = 16;
+  x.q_extent = queries, x.k_extent = keys;
+  x.q_lengths = x.q_used = {queries};
+  x.k_lengths = x.k_used = {keys};
+  draw_inputs(x, random);
+  draw_cotangents(x, random);
+  x.a.q = x.q.tensor(), x.a.k = x.k.tensor(), x.a.v = x.v.tensor();
+  return x;
+}
+
+// Decoding, splits, tiles; each row ends in double, one after the other in the same workspace.
+TEST_F(SpecialValues, rows_that_are_done_again_are_right_whatever_path_they_took) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (const std::int64_t queries : {1, 4, 5, 8, 9, 30}) {
+      for (const std::int64_t keys : {3, 1100}) {
+        Random random(static_cast<std::uint64_t>(queries * keys));
+        Question x = few_rows(dtype, queries, keys, random);
+        x.bias = Array(DType::kFloat32, {1}, Layout::kPacked, random);
+        x.bias.fill([] { return std::numeric_limits<float>::lowest(); });
+        x.a.bias = x.bias.tensor();
+        SCOPED_TRACE(concat(name(dtype), " ", queries, " ", keys));
+        HostileContext context(random);
+        const Answer answer = run_forward(context.context, x, random);
+        const reference::Forward want = reference::forward(x.a);
+        answer.out.each([&](std::int64_t at, std::int64_t) {
+          const double exact = want.out.data[static_cast<std::size_t>(at)];
+          ASSERT_NEAR(answer.out.get(at), exact, 1.01 * unit_of(dtype) * std::abs(exact) + 1e-9);
+        });
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(SpecialValues, a_mean_of_values_at_the_end_of_the_range_is_finite) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    const double most = dtype == DType::kFloat16    ? 65504
+                        : dtype == DType::kBFloat16 ? 0x1.FEp127
+                                                    : std::numeric_limits<float>::max();
+    for (const std::int64_t queries : {1, 4, 5, 8, 9, 30}) {
+      for (const std::int64_t keys : {2, 65, 1100}) {
+        Random random(static_cast<std::uint64_t>(queries * keys));
+        Question x = few_rows(dtype, queries, keys, random);
+        const bool same = random.chance(0.5);
+        x.v.fill([&] { return same || random.chance(0.5) ? most : -most; });
+        SCOPED_TRACE(concat(name(dtype), " ", queries, " ", keys));
+        HostileContext context(random);
+        const Answer answer = run_forward(context.context, x, random);
+        const reference::Forward want = reference::forward(x.a);
+        answer.out.each([&](std::int64_t at, std::int64_t) {
+          // Scores of 16 products round, so weights do by 2^-20, and the mean with them.
+          const double exact = want.out.data[static_cast<std::size_t>(at)];
+          ASSERT_NEAR(answer.out.get(at) / most, exact / most, 0x1p-18 + unit_of(dtype));
+        });
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace onefold::test

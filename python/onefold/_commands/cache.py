@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"also read: {folder}")
     elif args.action == "export":
         try:
-            count = _core.cache_export(args.folder)
+            count = _core.cache_export(os.fsencode(args.folder))
         except RuntimeError as error:
             raise OSError(str(error)) from None
         print(f"{count} new in {args.folder}: use it with ONEFOLD_CACHE_DIR={args.folder}")

@@ -7,6 +7,7 @@ and matplotlib are imported only by the command that needs them.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import platform
 import sys
@@ -71,6 +72,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; 0 = good, 1 = something did not agree, 2 = it could not run."""
     args = parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return COMMANDS[args.command].run(args)
     except ModuleNotFoundError as error:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import onefold
-from gates import make_case, run, wide
+from gates import hold_bounds, make_case, run, wide
 
 
 def _question(sq: int, sk: int, heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
@@ -430,3 +430,15 @@ def test_a_nan_reaches_the_rows_that_see_it_when_there_are_slopes(where, rows, d
     assert found.out[:, row, 1].isnan().all()
     assert found.lse[:, 1, row].isnan().all()
     assert found.out[:, row, 0].isnan().all() == (where == "bias")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("rows", [1, 7, 200])
+@pytest.mark.parametrize("scale", [1e-39, -3e-42, 2e-45])
+def test_a_scale_below_the_normal_numbers_keeps_its_digits(scale, rows, softcap, dtype):
+    """As a float32 it has few or none."""
+    case = make_case("normal", dtype, (2, rows, 70, 4, 2, 16, 16), scale=scale, softcap=softcap)
+    case.k = (case.k.double() / abs(scale) ** 0.5).to(dtype)
+    case.q = (case.q.double() / abs(scale) ** 0.5 / 4).to(dtype)
+    hold_bounds(case)

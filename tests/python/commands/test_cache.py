@@ -11,6 +11,7 @@ import pytest
 
 from onefold import _core
 from onefold._commands import cli
+from processes import output_of, python
 
 NUMBERS = ("registers", "spill_store_bytes", "spill_load_bytes", "local_bytes")
 SPILLED = {"registers": 255, "spill_store_bytes": 8, "spill_load_bytes": 12, "local_bytes": 16}
@@ -140,3 +141,29 @@ def test_info_names_the_compiler_that_pip_installed(cache, capsys):
     )
     assert "NVRTC 13" in line and "libnvrtc.so.13" in line and str(cache) in line
     assert _core.compiler_info() in line
+
+
+def test_folders_whose_names_are_no_text_work_and_are_shown_with_escapes(tmp_path):
+    """Where a package lies, the cache, and where it is copied to."""
+    odd = os.fsencode(tmp_path) + b"/\xff"
+    os.makedirs(odd + b"/nvidia/cuda_nvrtc/lib")  # the import hands it to the core
+    path = os.fsdecode(odd) + os.pathsep + os.environ.get("PYTHONPATH", "")
+    code = """
+        import os, sys
+        sys.path.append(None)
+        import onefold
+        sys.path.pop()
+        from onefold._commands import cli
+        to = os.environ["ONEFOLD_CACHE_DIR"]
+        for words in (["info"], ["cache", "list"], ["cache", "export", to + "2"]):
+            assert cli.main(words) == 0
+    """
+    out = output_of(code, PYTHONPATH=path, ONEFOLD_CACHE_DIR=os.fsdecode(odd))
+    assert f"kernel cache {tmp_path}/\\xff" in out
+    assert f"0 kernels, 0.0 MiB in {tmp_path}/\\xff" in out
+    assert f"0 new in {tmp_path}/\\udcff2" in out
+
+
+def test_a_setting_that_is_no_text_is_told_with_escapes():
+    done = python("import onefold; onefold.info()", ONEFOLD_BACKEND=os.fsdecode(b"\xff"))
+    assert "ValueError: ONEFOLD_BACKEND is \\xff: this build" in done.stderr

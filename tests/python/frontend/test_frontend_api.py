@@ -442,14 +442,92 @@ def through_attention(monkeypatch):
     return onefold.attention(**AS_KEYWORDS)
 
 
+VALID = (*(np.zeros((1, 1, 1, 1), np.float32) for _ in range(3)), {})
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_compiled_module_reads_each_argument_from_the_same_place(name):
-    valid = arguments(*(np.zeros((1, 1, 1, 1), np.float32) for _ in range(3)), {})
+    valid = arguments(*VALID)
     assert len(_core.plan(*valid, None, False, None, None)) == 5
     position = NAMES.index(name)
     wrong = (*valid[:position], object(), *valid[position + 1 :])
     with pytest.raises((TypeError, ValueError), match=rf"^{re.escape(name)} is "):
         _core.plan(*wrong, None, False, None, None)
+
+
+@pytest.mark.parametrize(
+    ("function", "more"),
+    [
+        ("reference_forward", 0),
+        ("reference_forward_terms", 0),
+        ("reference_backward", 2),
+        ("reference_backward_terms", 2),
+        ("forward", 4),
+        ("backward", 13),
+        ("plan", 4),
+    ],
+)
+def test_the_compiled_module_counts_its_arguments(function, more):
+    enough = [*arguments(*VALID), *[None] * more]
+    for given in ((), enough[:19], enough[:-1], [*enough, None]):
+        with pytest.raises(TypeError, match=f"{function} takes {20 + more} .* not {len(given)}"):
+            getattr(_core, function)(*given)
+
+
+def test_the_compiled_module_counts_the_arguments_of_a_plain_call():
+    question, host = arguments(*VALID), onefold._torch_ops.PLAIN
+    for wrong in (((), host), (question[:-1], host), (question, host[:9])):
+        for call in (_core.is_plain, lambda a, b: _core.forward_plain(a, True, b)):
+            with pytest.raises(TypeError, match=r"question has .* and host .* are needed"):
+                call(*wrong)
+
+
+@pytest.mark.parametrize(
+    ("last", "sentence"),
+    [
+        (([1, *[True] * 5], False, None, None), "needs is an int: True or False is needed"),
+        (([True] * 6, "yes", None, None), "deterministic is a str: True or False is needed"),
+        ((None, False, "two", None), "num_threads is a str: an int of 32 bits is needed"),
+        ((None, False, 2**80, None), "num_threads is an int: an int of 32 bits is needed"),
+    ],
+)
+def test_the_compiled_module_names_what_says_where_and_how_to_run(last, sentence):
+    with pytest.raises(TypeError, match=f"^{sentence}$"):
+        _core.plan(*arguments(*VALID), *last)
+
+
+def test_the_compiled_module_refuses_a_causal_that_is_no_text_of_utf8():
+    question = list(arguments(*VALID))
+    question[NAMES.index("causal")] = "\ud800"
+    with pytest.raises(ValueError, match=r"^causal is '\\ud800': "):
+        _core.plan(*question, None, False, None, None)
+
+
+def test_flags_of_numpy_are_flags(capsys):
+    q, k, v = (torch.randn(1, 3, 2, 4, requires_grad=True) for _ in range(3))
+    yes, no = np.True_, np.False_
+    out, lse = onefold.attention(q, k, v, return_lse=yes, deterministic=yes)
+    torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+    assert torch.equal(onefold.attention(q, k, v, return_lse=no, deterministic=no), out)
+    sinks = torch.zeros(2, requires_grad=True)
+    for deterministic in (yes, no):
+        out = onefold.attention(q, k, v, sinks=sinks, return_lse=no, deterministic=deterministic)
+        torch.autograd.grad(out.sum(), sinks)
+        onefold.explain(q, k, v, deterministic=deterministic, return_lse=yes)
+    assert onefold.warmup(q, k, v, backward=yes, deterministic=no) == []
+    with pytest.raises(TypeError, match=r"^backward is a str: True, False or None is needed$"):
+        onefold.warmup(q, k, v, backward="no")
+
+
+def test_a_sentence_does_not_print_a_whole_array_or_list():
+    q = torch.randn(1, 3, 2, 4)
+    for causal, told in ((q, "a Tensor"), (q.numpy(), "an ndarray"), ([], "a list"), (1, "1")):
+        with pytest.raises(ValueError, match=f"^causal is {told}: False, True, "):
+            onefold.attention(q, q, q, causal=causal)
+    with pytest.raises(
+        TypeError, match=r"^seqused_k is \[0, 1, .*\.\.\.\]: a list of int is needed$"
+    ):
+        onefold.attention(q, q, q, seqused_k=[*range(10000), 0.5])
 
 
 def test_the_operators_name_the_arguments_in_the_same_order():
