@@ -7,12 +7,12 @@
 //   sum the chunks in order, scale, store
 //
 // Invariant: every sum is plain, P being final, and in an order that depends on lengths alone.
-// Compiled once per instruction set; includes backward_scratch.h.
+// Compiled once per instruction set; includes scratch.h.
 #pragma once
 
 #include <cmath>
 
-#include "cpu/backward_scratch.h"
+#include "cpu/scratch.h"
 
 namespace onefold::cpu::ONEFOLD_ISA {
 
@@ -57,9 +57,9 @@ struct BackwardItem {
     }
     *x.shifted = *x.empty = *x.poisoned = false;
     R* q = load_rows(p.q, tile, p.dim, x.q);
-    lay_across(q, width, p.dim, score_factor<X>(p).of_queries, x.qt);
+    lay_across(q, width, p.dim, score_factor<X>(p).of_queries, s.row, s.operand_rows, x.qt);
     leave_out(q, tile, p.dim, x.q_poison, x);
-    lay_along(q, width, p.dim, x.q);
+    if constexpr (kPairs) lay_along(q, width, p.dim, x.q);
 
     R* dout = load_rows(call.t.dout, tile, p.dim_v, x.dout);
     bool only_key[kLanes<R>] = {};
@@ -79,7 +79,7 @@ struct BackwardItem {
       x.lse[lane] = static_cast<R>(to_base_2<R>(call.t.lse.load(heads.b, h, r)));
       *x.empty |= x.lse[lane] == kEmpty<R>;
     }
-    lay_across(dout, width, p.dim_v, 1.0, x.dot);
+    lay_across(dout, width, p.dim_v, 1.0, s.row, s.operand_rows, x.dot);
     // O of a row that sees one key is that key's V: dP - dO . O is 0, which rounding would hide.
     for (int lane = 0; lane < tile.rows; ++lane) {
       for (std::int64_t d = 0; only_key[lane] && d < operands<X>(p.dim_v); ++d) {
@@ -87,7 +87,7 @@ struct BackwardItem {
       }
     }
     leave_out(dout, tile, p.dim_v, x.dout_poison, x);
-    lay_along(dout, width, p.dim_v, x.dout);
+    if constexpr (kPairs) lay_along(dout, width, p.dim_v, x.dout);
   }
   // The tile's rows as numbers, zeros beyond them; in `to` where those are operands.
   R* load_rows(const Rows& from, const QueryTile& tile, std::int64_t dim, X* to) {
@@ -101,29 +101,6 @@ struct BackwardItem {
                from.dim, dim);
     }
     return rows;
-  }
-  // Rows times `factor` as operands along d, one row a lane.
-  void lay_across(const R* rows, int width, std::int64_t dim, double factor, X* to) {
-    const std::int64_t step = padded_dim<R>(dim), depth = operands<X>(dim);
-    if constexpr (kPairs) {
-      for (int lane = 0; lane < width; ++lane) {
-        scale_row(s.row, rows + lane * step, dim, factor);
-        narrow_row(s.row, dim, s.operand_rows + lane * step);
-      }
-      transpose(s.operand_rows, step, width, depth, to, width);
-    } else {
-      transpose(rows, step, width, dim, to, width);
-      if (factor != 1) scale_row(to, to, dim * width, factor);
-    }
-  }
-  // Rows as operands along lanes.
-  void lay_along(const R* rows, int width, std::int64_t dim, X* to) {
-    if constexpr (kPairs) {
-      const std::int64_t step = padded_dim<R>(dim);
-      for (int lane = 0; lane < width; lane += 2) {
-        interleave_rows(rows + lane * step, rows + (lane + 1) * step, step, to + lane / 2 * step);
-      }
-    }
   }
   void leave_out(R* rows, const QueryTile& tile, std::int64_t dim, bool* poison,
                  const QueryData<X>& x) {

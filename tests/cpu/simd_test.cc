@@ -357,5 +357,73 @@ TEST_F(Simd, a_finite_double_stays_finite_as_float) {
   }
 }
 
+// ---- bfloat16 in pairs ----
+
+std::int32_t pair(float low, float high) {
+  return static_cast<std::int32_t>(std::uint32_t{float_to_bfloat16(high)} << 16 |
+                                   float_to_bfloat16(low));
+}
+
+TEST_F(Simd, a_product_of_pairs_adds_both_products_to_a_float) {
+  const int width = of<float>().width;
+  Random random(base_seed());
+  for (int round = 0; round < 10000; ++round) {
+    std::vector<std::int32_t> a, b;
+    std::vector<float> c, got(static_cast<std::size_t>(width));
+    std::vector<double> want, size;
+    for (int lane = 0; lane < width; ++lane) {
+      float x[4];
+      for (float& one : x) one = bfloat16_to_float(float_to_bfloat16(float(random.uniform(-2, 2))));
+      c.push_back(static_cast<float>(random.uniform(-4, 4)));
+      a.push_back(pair(x[0], x[1]));
+      b.push_back(pair(x[2], x[3]));
+      const double low = double{x[0]} * x[2], high = double{x[1]} * x[3];
+      want.push_back(c.back() + low + high);
+      size.push_back(std::abs(double{c.back()}) + std::abs(low) + std::abs(high));
+    }
+    operations().multiply_pairs(a.data(), b.data(), c.data(), got.data());
+    for (std::size_t lane = 0; lane < want.size(); ++lane) {
+      // Two additions, and on the baseline two products.
+      ASSERT_LE(std::abs(got[lane] - want[lane]), 4 * 0x1p-24 * size[lane]) << "lane " << lane;
+    }
+  }
+}
+
+TEST_F(Simd, rows_become_pairs_of_neighbours_or_of_each_other_rounded_to_nearest_even) {
+  Random random(base_seed());
+  for (std::int64_t count = 1; count < 100; ++count) {
+    SCOPED_TRACE(concat(count, " elements"));
+    const auto size = static_cast<std::size_t>(count);
+    std::vector<float> x, y;
+    for (std::size_t d = 0; d < size; ++d) {
+      x.push_back(static_cast<float>(random.uniform(-2, 2)));
+      y.push_back(static_cast<float>(random.uniform(-2, 2)));
+    }
+    x[0] = 1.00390625f;  // a tie
+    constexpr std::int32_t kUntouched = 0x12345678;
+    std::vector<std::int32_t> along((size + 1) / 2 + 1, kUntouched), across(size + 1, kUntouched);
+    operations().narrow_row(x.data(), count, along.data());
+    operations().interleave_rows(x.data(), y.data(), count, across.data());
+    for (std::size_t d = 0; d < size; ++d) {
+      EXPECT_EQ(across[d], pair(x[d], y[d])) << d;
+      if (d % 2 == 0) EXPECT_EQ(along[d / 2], pair(x[d], d + 1 < size ? x[d + 1] : 0.0f)) << d;
+    }
+    EXPECT_EQ(along.back(), kUntouched);
+    EXPECT_EQ(across.back(), kUntouched);
+  }
+}
+
+TEST_F(Simd, what_is_interleaved_can_be_put_in_order) {
+  const auto width = static_cast<std::size_t>(of<float>().width);
+  std::vector<std::int32_t> first, second;
+  for (std::size_t n = 0; n < width; ++n) {
+    first.push_back(pair(float(2 * n), float(2 * n + 1)));
+    second.push_back(pair(-1, -2));
+  }
+  std::vector<float> lows(2 * width);
+  operations().interleave(first.data(), second.data(), lows.data());
+  for (std::size_t n = 0; n < 2 * width; ++n) EXPECT_EQ(lows[n], float(n));
+}
+
 }  // namespace
 }  // namespace onefold::test

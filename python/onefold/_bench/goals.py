@@ -61,7 +61,7 @@ def _prefill(line: Record, direction: str, causal: bool, shortest: int, end: flo
 
 
 def _share(what: str, avx512: float, avx2: float, *where: object) -> Goal:
-    least = {"avx512": avx512, "avx2": avx2}
+    least = {"avx512_bf16": avx512, "avx512": avx512, "avx2": avx2}
     return Goal(f"% FMA, {what}", least, percent_of_probe, lambda line: _prefill(line, *where))
 
 

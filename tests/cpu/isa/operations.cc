@@ -1,6 +1,7 @@
 #include "tests/cpu/isa/operations.h"
 
 #include "cpu/decode.h"
+#include "cpu/isa/pack.h"
 
 namespace onefold::test::ONEFOLD_ISA {
 namespace {
@@ -68,6 +69,20 @@ Operations all_operations() {
     simd::sum_lanes_of(vectors, to);
   };
   t.sums_at_once = simd::kDecodeRegisters;
+  t.multiply_pairs = [](const simd::Pair* a, const simd::Pair* b, const float* c, float* to) {
+    simd::store(to, simd::multiply_add(simd::load(a), simd::load(b), simd::load(c)));
+  };
+  t.narrow_row = &simd::narrow_row;
+  t.interleave_rows = [](const float* low, const float* high, std::int64_t count, simd::Pair* to) {
+    simd::interleave_rows(low, high, count, to);
+  };
+  t.interleave = [](const simd::Pair* first, const simd::Pair* second, float* lows) {
+    const simd::Interleaved both = simd::interleave(simd::load(first), simd::load(second));
+    Vec<float> low = simd::low_of(both.low), high = simd::low_of(both.high);
+    simd::in_order(low, high);
+    simd::store(lows, low);
+    simd::store(lows + simd::kWidth<float>, high);
+  };
   return t;
 }
 

@@ -48,9 +48,20 @@ struct Operations {
   // sums_at_once vectors, one after another.
   void (*sum_lanes_of)(const float* x, float* to);
   int sums_at_once;
+  // bfloat16 in pairs, the earlier in the low half. A product of one vector, added to c; a row of
+  // floats, rounded; two rows, element by element; one vector of either row (twice as many), put
+  // in order again after it was widened.
+  void (*multiply_pairs)(const std::int32_t* a, const std::int32_t* b, const float* c, float* to);
+  void (*narrow_row)(const float* from, std::int64_t count, std::int32_t* to);
+  void (*interleave_rows)(const float* low, const float* high, std::int64_t count,
+                          std::int32_t* to);
+  void (*interleave)(const std::int32_t* first, const std::int32_t* second, float* lows);
 };
 
 // Absent where this build lacks the set.
+namespace avx512_bf16 {
+[[gnu::weak]] const Operations& operations();
+}
 namespace avx512 {
 [[gnu::weak]] const Operations& operations();
 }

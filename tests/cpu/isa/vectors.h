@@ -21,10 +21,11 @@ class Vectors : public Backend {
   void SetUp() override {
     Backend::SetUp();
     if (IsSkipped()) return;
-    isa_ = cpu::facts(1).isa;
-    const Operations& (*find)() = isa_ == "avx512" ? &avx512::operations
-                                  : isa_ == "avx2" ? &avx2::operations
-                                                   : &baseline::operations;
+    isa_ = cpu::instruction_set();
+    const Operations& (*find)() = isa_ == "avx512_bf16" ? &avx512_bf16::operations
+                                  : isa_ == "avx512"    ? &avx512::operations
+                                  : isa_ == "avx2"      ? &avx2::operations
+                                                        : &baseline::operations;
     ASSERT_NE(find, nullptr) << "no operations of " << isa_;
     operations_ = &find();
   }

@@ -15,6 +15,7 @@ from gates import (
     UNIT,
     Case,
     assert_same_bits,
+    bounds,
     hold_bounds,
     make_case,
     normal,
@@ -319,8 +320,9 @@ def test_causal_counts_from_the_bottom_right_and_from_the_top_left_when_asked(dt
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
-def test_subnormal_inputs_are_used_as_they_are(name, device):
+def test_subnormal_inputs_are_used_as_they_are_unless_bfloat16_is_multiplied_in_pairs(name, device):
     dtype = FLOATS[name]
+    flushed = bounds.of_operands(name, device) > 0
     tiny = torch.finfo(dtype).tiny
     steps = torch.arange(1, 9, dtype=torch.float64).view(1, 8, 1, 1)
     v = (steps * tiny / 16).to(dtype)
@@ -328,13 +330,13 @@ def test_subnormal_inputs_are_used_as_they_are(name, device):
     q = k = torch.zeros(1, 8, 1, 1, dtype=dtype)
     out = onefold.attention(*(x.to(device) for x in (q, k, v))).cpu().double()
     want = (v.double().mean()).to(dtype).double()
-    assert (out == want).all()
+    assert (out == (0.0 if flushed else want)).all()
     # a subnormal key decides when the query is large
     big = torch.full((1, 1, 1, 1), 1.0 / tiny if dtype != torch.float16 else 16384.0, dtype=dtype)
     few = torch.tensor([0.0, tiny / 2], dtype=dtype).view(1, 2, 1, 1)
     values = torch.tensor([0.0, 1.0], dtype=dtype).view(1, 2, 1, 1)
     got = onefold.attention(*(x.to(device) for x in (big, few, values)), scale=1.0).item()
-    score = (big.double() * few.double()[0, 1]).item()
+    score = 0.0 if flushed else (big.double() * few.double()[0, 1]).item()
     assert abs(got - 1 / (1 + math.exp(-score))) <= 2 * UNIT[dtype]
 
 

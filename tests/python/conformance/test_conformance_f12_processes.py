@@ -15,7 +15,7 @@ from draws import seeded
 from gates import Case, Found, assert_same_bits, hold_bounds, make_case, normal, run
 from processes import python
 
-ISAS = ("avx512", "avx2", "baseline")
+ISAS = ("avx512_bf16", "avx512", "avx2", "baseline")
 
 
 def test_f12_1_tensors_of_a_device_without_a_backend_are_refused_by_name():

@@ -1,12 +1,68 @@
-// What one backward work item needs beside its tensors: packed keys, the tile in flight, private
-// sums, and the query side of a pass.
+// What one work item needs beside its tensors: packed keys, the tile in flight, the states of its
+// rows; in backward private sums, and the query side of a pass.
 //
-// Compiled once per instruction set; includes scores.h.
+// Compiled once per instruction set; includes scores.h and pack.h.
 #pragma once
 
+#include "cpu/isa/pack.h"
 #include "cpu/scores.h"
 
 namespace onefold::cpu::ONEFOLD_ISA {
+
+// ---- forward ----
+
+template <class X>
+struct ForwardScratch {
+  using R = SumOf<X>;
+  static constexpr bool kPairs = kTerms<X> == 2;
+  X *k_panels, *v_panels, *operand_rows, *weights;
+  R *row, *rows, *scores, *addend, *dropout;
+  int *poison_counts, *poison_keys;
+  bool* again;  // per row of the item: to be done in double
+  X* qt;        // per query tile of the item, as all below
+  R *out, *ref, *sum;
+  R* mass;  // the sum of the weights as they were multiplied with V; null where that is sum
+  LaneFacts<R> lanes;
+  std::int64_t qt_size, out_size;
+
+  ForwardScratch(Arena& arena, const Problem& p, const Tiles& t, std::int64_t tiles_per_item)
+      : lanes(arena, kLanes<R>) {
+    const std::int64_t key_tiles = t.super_keys / t.keys;
+    const std::int64_t panel_keys = round_up(t.keys, kPanel);
+    const std::int64_t padded_v = round_up(p.dim_v, kPanel);
+    const std::int64_t depth = operands<X>(p.dim), value_depth = operands<X>(t.keys);
+    qt_size = round_up(depth * kLanes<R>, 16);
+    out_size = padded_v * kLanes<R>;
+    // Either layout: panels, or rows padded to whole vectors.
+    k_panels = arena.take<X>(key_tiles * panel_keys * padded_dim<R>(depth) + kPanelSlack);
+    v_panels =
+        arena.take<X>(key_tiles * value_depth * (padded_v + padded_dim<R>(p.dim_v)) + kPanelSlack);
+    poison_counts = arena.take<int>(key_tiles);
+    poison_keys = arena.take<int>(t.super_keys);
+    again = arena.take<bool>(tiles_per_item * kLanes<R>);
+    row = arena.take<R>(round_up(p.dim > padded_v ? p.dim : padded_v, 64) + t.keys);
+    rows = arena.take<R>(padded_dim<R>(p.dim > p.dim_v ? p.dim : p.dim_v) *
+                         (kLanes<R> > kPanelRows ? kLanes<R> : kPanelRows));
+    scores = arena.take<R>(panel_keys * kLanes<R>);
+    if constexpr (kPairs) {
+      const std::int64_t most = padded_dim<R>(p.dim > padded_v ? p.dim : padded_v);
+      operand_rows = arena.take<X>(most * kLanes<R>);
+      weights = arena.take<X>(operands<X>(panel_keys) * kLanes<R>);
+    } else {
+      operand_rows = rows;
+      weights = scores;
+    }
+    addend = arena.take<R>(p.bias || p.mask ? t.keys * kLanes<R> : 0);
+    dropout = arena.take<R>(p.variant.dropout() ? t.keys * kLanes<R> : 0);
+    qt = arena.take<X>(tiles_per_item * qt_size);
+    out = arena.take<R>(tiles_per_item * out_size);
+    ref = arena.take<R>(tiles_per_item * kLanes<R>);
+    sum = arena.take<R>(tiles_per_item * kLanes<R>);
+    mass = kPairs ? arena.take<R>(tiles_per_item * kLanes<R>) : nullptr;
+  }
+};
+
+// ---- backward ----
 
 inline constexpr int kPassTiles = 16;  // query tiles of one pass
 
