@@ -100,8 +100,8 @@ TEST_F(Tile, vectors_are_widened_as_rows_are) {
 TEST_F(Tile, float16_rows_are_rounded_as_single_numbers_are) {
   for_random_cases(200, [this](Random& random) {
     std::vector<float> x(static_cast<std::size_t>(random.integer(1, 70)));
-    for (float& element : x)
-      element = static_cast<float>(random.wide(25));  // subnormal to infinite
+    // Subnormal to infinite.
+    for (float& element : x) element = static_cast<float>(random.wide(25));
     x[0] = std::numeric_limits<float>::infinity();
     std::vector<std::uint16_t> row(x.size());
     operations().store_float16(row.data(), x.data(), static_cast<std::int64_t>(x.size()));

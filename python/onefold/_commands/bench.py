@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--full",
         action="store_true",
-        help="CPU: all that docs/cpu.md reports, in about a quarter of an hour on a quiet machine; "
+        help="CPU: all that docs/cpu.md reports, in about ten minutes on a quiet machine; "
         "--dtype, --head-dim, --seqlen, --threads, --direction and --mask pick from it",
     )
     add("--dtype", nargs="+", choices=DTYPES, help="default: float32; on a GPU bfloat16")
