@@ -65,9 +65,6 @@ struct Kernels {
 // Null when this build does not have the set. Whether the processor has it is asked before, by
 // code that needs nothing (cpu.cc).
 const Kernels* avx512_bf16_kernels();  // bfloat16 only
-const Kernels* avx512_bf16_kernels();  // bfloat16 only
-const Kernels* avx512_bf16_kernels();  // bfloat16 only
-const Kernels* avx512_bf16_kernels();  // bfloat16 only
 const Kernels* avx512_kernels();
 const Kernels* avx2_kernels();
 const Kernels* baseline_kernels();
