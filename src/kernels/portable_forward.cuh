@@ -21,6 +21,7 @@
 // them get them. Sequences have fewer than 2^31 rows; only addresses are 64-bit.
 #pragma once
 
+#include "kernels/block/row_share.cuh"
 #include "kernels/block/scores.cuh"
 #include "kernels/block/worker.cuh"
 #include "kernels/forward_spec.h"
@@ -38,10 +39,14 @@ struct PortableForward : Worker {
   static constexpr Features kFeatures = kSpec.features;
   using Op = tile::Operand<kElement>;
   static constexpr int kThreads = kSpec.threads();
-  static constexpr int kRowTiles = kSpec.tile_q / (16 * kSpec.warps);
-  static constexpr int kWarpRows = 16 * kRowTiles;
-  static constexpr int kBlocks = kSpec.tile_k / 8;
-  static constexpr int kOutBlocks = kSpec.dim_v / 8;
+  static constexpr int kSharing = kSpec.sharing;
+  static constexpr int kWarpRows = kSpec.warp_rows();
+  static constexpr int kRowTiles = kWarpRows / 16;
+  static constexpr int kStoreRows = kWarpRows / kSharing;  // that it stores
+  static constexpr int kWarpKeys = kSpec.tile_k / kSharing;
+  static constexpr int kBlocks = kWarpKeys / 8;
+  static constexpr int kWarpColumns = kSpec.dim_v / kSharing;
+  static constexpr int kOutBlocks = kWarpColumns / 8;
   static constexpr int kQSteps = kSpec.q_in_registers ? kSpec.dim / Op::kDepth : 1;
   // Float32 with many columns: what depends on the thread is found anew where it is used, because
   // kept through the loop it would cost registers that there are not.
@@ -54,7 +59,7 @@ struct PortableForward : Worker {
   using KTile = tile::SharedTile<kSpec.tile_k, kSpec.row_bytes()>;
   using VTile = tile::SharedTile<kSpec.tile_k, kSpec.row_bytes_v()>;
   using OutTile = tile::SharedTile<kSpec.tile_q, kSpec.row_bytes_v()>;
-  using WarpOutTile = tile::SharedTile<kWarpRows, kSpec.row_bytes_v()>;
+  using WarpOutTile = tile::SharedTile<kStoreRows, kSpec.row_bytes_v()>;
   struct Tiles {
     QTile q;
     KTile k[kSpec.stages];
@@ -66,7 +71,14 @@ struct PortableForward : Worker {
     int tile_end;              // behind the last key tile that some row sees
     int full_begin, full_end;  // key tiles that every row sees
   };
-  struct Shared {
+  template <int kBytes>
+  struct Room {
+    alignas(16) unsigned char exchange[kBytes];
+  };
+  template <>
+  struct Room<0> {};
+  using Share = RowShare<kElement, kRowTiles, kWarpKeys / 16>;
+  struct Shared : Room<kSpec.exchange_bytes()> {
     union {
       Tiles tiles;
       OutTile out;
@@ -91,6 +103,13 @@ struct PortableForward : Worker {
 
   __forceinline__ PortableForward(const ForwardArguments& arguments, unsigned char* memory)
       : args(arguments), p(arguments.problem), shared(*reinterpret_cast<Shared*>(memory)) {}
+
+  // Warps that share rows are neighbours.
+  __forceinline__ int group() const { return warp / kSharing; }
+  __forceinline__ int part() const { return kSharing == 1 ? 0 : warp % kSharing; }
+  __forceinline__ int first_key(int tile) const {
+    return tile * kSpec.tile_k + part() * kWarpKeys;
+  }
 
   __forceinline__ int fact(int Facts::*which) const {
     return static_cast<int>(ptx::ld_shared_32(ptx::shared_address(&(shared.facts.*which))));
@@ -225,19 +244,19 @@ struct PortableForward : Worker {
   __forceinline__ void score(float (&s)[kRowTiles][kBlocks][4], const Scores<kFeatures>& scores,
                              int tile, int stage) {
     tile::clear(s);
-    const u32 k_at = tile::b_address<KTile>(ptx::shared_address(&shared.tiles.k[stage]));
+    const u32 k_at = tile::b_address<KTile>(ptx::shared_address(&shared.tiles.k[stage])) +
+                     KTile::offset(part() * kWarpKeys, 0);
     if constexpr (kSpec.q_in_registers) {
       tile::multiply_rows<Op, KTile>(s, q, k_at);
     } else {
       u32 at_q = q_at;
       if constexpr (kScarce) {
         at_q = tile::a_address<QTile>(ptx::shared_address(&shared.tiles.q),
-                                      thread_now() / 32 * kWarpRows);
+                                      thread_now() / 32 / kSharing * kWarpRows);
       }
       tile::multiply_rows<Op, QTile, KTile>(s, at_q, k_at);
     }
-    const Positions positions{fact(&Facts::row0) + warp * kWarpRows, i64{tile} * kSpec.tile_k,
-                              lengths()};
+    const Positions positions{fact(&Facts::row0) + group() * kWarpRows, first_key(tile), lengths()};
     if constexpr (Scores<kFeatures>::kNatural) {
       positions.for_each(p.readable, [&](int m, int n, int idx, i64 i, i64 j, float distance) {
         float& x = s[m][n][idx];
@@ -288,15 +307,18 @@ struct PortableForward : Worker {
     if (__any_sync(tile::kAllLanes, moved)) {
       for_each(out, [&](float& x, int m, int half) { x *= keep[m][half].x; });
     }
-    if (__any_sync(tile::kAllLanes, extreme)) {
-      // Row by row: what one row holds changes no bit of another.
-      for_each(s, [&](float& x, int m, int half) {
-        if (is_extreme(against[m][half].x)) x -= anchor(state[m][half].ref).x;
-      });
-      for (int m = 0; m < kRowTiles; ++m) {
-        for (int half = 0; half < 2; ++half) {
-          if (is_extreme(against[m][half].x)) against[m][half] = {0.0f};
-        }
+    if (__any_sync(tile::kAllLanes, extreme)) take_references(s, against);
+  }
+  // Where the products of scores and of references with the factor would not be exact enough,
+  // references are taken off the scores. Row by row: what one row holds changes no bit of another.
+  __forceinline__ void take_references(float (&s)[kRowTiles][kBlocks][4],
+                                       Mufu (&against)[kRowTiles][2]) const {
+    for_each(s, [&](float& x, int m, int half) {
+      if (is_extreme(against[m][half].x)) x -= anchor(state[m][half].ref).x;
+    });
+    for (int m = 0; m < kRowTiles; ++m) {
+      for (int half = 0; half < 2; ++half) {
+        if (is_extreme(against[m][half].x)) against[m][half] = {0.0f};
       }
     }
   }
@@ -317,6 +339,7 @@ struct PortableForward : Worker {
   // just before their product, so that they overlap with the product of the keys before.
   __forceinline__ void absorb(float (&s)[kRowTiles][kBlocks][4], int tile, int stage,
                               float to_base_2) {
+    if constexpr (kSharing == 2) return absorb_shared(s, stage, to_base_2);
     const Mufu factor{to_base_2};
     Mufu against[kRowTiles][2];
     raise_references(s, factor, against);
@@ -342,10 +365,121 @@ struct PortableForward : Worker {
     });
   }
 
+  // ---- the same for warps that share rows ----
+  __forceinline__ Share share() const {
+    if constexpr (kSharing == 2) {
+      return {ptx::shared_address(shared.exchange), group(), part(), lane};
+    } else {
+      return {0, 0, 0, 0};
+    }
+  }
+  using WarpWeights = typename Op::A[kWarpKeys / 16][kRowTiles];
+  // Scores of this warp's keys become weights, which the other warp is given, too.
+  __forceinline__ void give_weights(float (&s)[kRowTiles][kBlocks][4], Mufu factor,
+                                    WarpWeights& weights) {
+    Mufu against[kRowTiles][2];
+    bool extreme = false;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        against[m][half] = anchor(state[m][half].ref) * factor;
+        extreme |= is_extreme(against[m][half].x);
+      }
+    }
+    if (__any_sync(tile::kAllLanes, extreme)) take_references(s, against);
+    const Share to = share();
+#pragma unroll
+    for (int step = 0; step < kWarpKeys / 16; ++step) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int idx = 0; idx < 8; ++idx) {
+          float& x = s[m][2 * step + idx / 4][idx % 4];
+          x = weight_from(Mufu{x} * factor, against[m][idx / 2 % 2]).x;
+          state[m][idx / 2 % 2].sum.x += x;
+        }
+        weights[step][m] = Op::from_accumulators(&s[m][2 * step]);
+        to.give_weights(step, m, weights[step][m]);
+      }
+    }
+  }
+  // O += P V for the keys of this warp or of the other.
+  template <class Of>
+  __forceinline__ void multiply_part(int of, int stage, Of&& weights_of) {
+    const u32 v_at =
+        tile::b_trans_address<Op, VTile>(ptx::shared_address(&shared.tiles.v[stage])) +
+        VTile::offset(of * kWarpKeys, part() * kWarpColumns * Op::kBytes);
+#pragma unroll
+    for (int step = 0; step < kWarpKeys / 16; ++step) {
+      typename Op::A a[kRowTiles];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) a[m] = weights_of(step, m);
+      tile::multiply_depth<Op, VTile>(out, a, v_at + VTile::offset(16 * step, 0));
+    }
+  }
+  // Weights against the references that both warps have go at once. Only when one of them has a
+  // score that lies too far above, they agree on new references first.
+  __forceinline__ void absorb_shared(float (&s)[kRowTiles][kBlocks][4], int stage,
+                                     float to_base_2) {
+    const Mufu factor{to_base_2};
+    const LaggingBy<Mufu> gauge{{args.score_lag}};
+    const Share other = share();
+    float top[kRowTiles][2];
+    bool raises = false;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float most = ::fmaxf(s[m][0][2 * half], s[m][0][2 * half + 1]);
+#pragma unroll
+        for (int n = 1; n < kBlocks; ++n) {
+          most = ::fmaxf(most, ::fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+        }
+        top[m][half] = most;
+        raises |= state[m][half].ref.x + gauge.lag.x < most;
+      }
+    }
+    raises = __any_sync(tile::kAllLanes, raises);
+    WarpWeights weights;
+    const auto own = [&](int step, int m) { return weights[step][m]; };
+    const auto given = [&](int step, int m) { return other.take_weights(step, m); };
+    other.give_word(raises);
+    if (!raises) give_weights(s, factor, weights);
+    other.tell();
+    if (!raises) multiply_part(part(), stage, own);
+    other.hear();
+    const bool other_raises = other.take_word() != 0;
+    if (!other_raises) multiply_part(1 - part(), stage, given);
+    if (!raises && !other_raises) return;
+    float theirs[kRowTiles][2];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      top[m][0] = tile::quad_max(top[m][0]);
+      top[m][1] = tile::quad_max(top[m][1]);
+    }
+    other.give_rows(top);
+    other.meet();
+    other.take_rows(theirs);
+    float keep[kRowTiles][2];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float most = ::fmaxf(top[m][half], theirs[m][half]);
+        keep[m][half] = raise(state[m][half], Mufu{most}, factor, gauge).x;
+      }
+    }
+    for_each(out, [&](float& x, int m, int half) { x *= keep[m][half]; });
+    if (raises) give_weights(s, factor, weights);
+    other.meet();
+    if (raises) multiply_part(part(), stage, own);
+    if (other_raises) multiply_part(1 - part(), stage, given);
+  }
+
   // Only kept weights meet V.
   __forceinline__ void drop(float (&s)[kRowTiles][kBlocks][4], int tile) {
-    const Positions positions{fact(&Facts::row0) + warp * kWarpRows, i64{tile} * kSpec.tile_k,
-                              lengths()};
+    const Positions positions{fact(&Facts::row0) + group() * kWarpRows, first_key(tile), lengths()};
     for_each_kept(positions, at, seed, args.keep_threshold, [&](int m, int n, int idx, bool kept) {
       if (!kept) s[m][n][idx] = 0.0f;
     });
@@ -422,14 +556,25 @@ struct PortableForward : Worker {
   // ---- finish ----
   __forceinline__ void finish() {
     const float to_base_2 = Scores<kFeatures>::to_base_2(p);
+    float sum[kRowTiles][2], theirs[kRowTiles][2] = {};
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) sum[m][half] = tile::quad_sum(state[m][half].sum.x);
+    }
+    if constexpr (kSharing == 2) {
+      share().give_rows(sum);
+      share().meet();
+      share().take_rows(theirs);
+    }
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = row0 + warp * kWarpRows + 16 * m + 8 * half + lane / 4;
+        const int row = row0 + group() * kWarpRows + 16 * m + 8 * half + lane / 4;
         const bool used = row < at.n.q;
         const float ref = state[m][half].ref.x;
-        Softmax<Mufu> total{{ref * to_base_2}, {tile::quad_sum(state[m][half].sum.x)}};
+        Softmax<Mufu> total{{ref * to_base_2}, {sum[m][half] + theirs[m][half]}};
         // A bias may be so small that it is minus infinity in base 2: the row is not empty for
         // that.
         const bool below = ref > kEmpty<float> && total.ref.x == kEmpty<float>;
@@ -460,7 +605,7 @@ struct PortableForward : Worker {
             x = empty || args.keep_scale == 0.0f ? 0.0f : x * factor;
           }
         }
-        if (args.lse.data != nullptr && lane % 4 == 0 && row < num_rows) {
+        if (args.lse.data != nullptr && lane % 4 == 0 && part() == 0 && row < num_rows) {
           const i64 b = packed() ? 0 : at.b;
           args.lse.data[b * args.lse.batch + at.h * args.lse.head +
                         (q_row + row - row0) * args.lse.row] = empty ? kEmpty<float> : natural;
@@ -473,10 +618,13 @@ struct PortableForward : Worker {
   // Out leaves through shared memory, each warp its own rows, so that whole rows go in 16-byte
   // pieces.
   __forceinline__ u32 warp_out() const {
-    return ptx::shared_address(&shared.out) + OutTile::offset(warp * kWarpRows, 0);
+    return ptx::shared_address(&shared.out) + OutTile::offset(warp * kStoreRows, 0);
   }
   __forceinline__ void stage_out() {
-    stage_rows<OutTile, kElement>(warp_out(), lane, out, [](float number) { return number; });
+    const u32 to = ptx::shared_address(&shared.out) +
+                   OutTile::offset(group() * kWarpRows, part() * kWarpColumns * Op::kBytes);
+    stage_rows<OutTile, kElement>(to, lane, out, [](float number) { return number; });
+    if constexpr (kSharing == 2) share().meet();
   }
 
   // Values that are not finite, for the rows that see them. What a weight multiplies them by is
@@ -490,8 +638,8 @@ struct PortableForward : Worker {
       tile::for_poison<kElement>(v.data, v.dim, p.dim_v, [&](int word, float low, float high) {
         const u32 where = warp_out() + 4 * word;
 #pragma unroll 1
-        for (int row = 0; row < kWarpRows; ++row) {
-          const int i = row0 + warp * kWarpRows + row;
+        for (int row = 0; row < kStoreRows; ++row) {
+          const int i = row0 + warp * kStoreRows + row;
           const KeyInterval keys = key_interval(p.variant, at.n, i);
           if (i >= at.n.q || key < keys.begin || key >= keys.end) continue;
           if (kFeatures.hides() && scores.hidden(i, key)) continue;
@@ -505,11 +653,11 @@ struct PortableForward : Worker {
   }
 
   __forceinline__ void store_out() const {
-    const int first = row0 + warp * kWarpRows;
+    const int first = row0 + warp * kStoreRows;
     if (first >= num_rows) return;
     OutCopy::store(
         warp_out(),
-        rows_at(args.out, q_row + warp * kWarpRows, at.h, num_rows - first, kWarpRows, p.dim_v),
+        rows_at(args.out, q_row + warp * kStoreRows, at.h, num_rows - first, kStoreRows, p.dim_v),
         lane);
   }
 
@@ -518,7 +666,7 @@ struct PortableForward : Worker {
   __forceinline__ void run() {
     if (!locate()) return;
     if constexpr (kFeatures.dropout) seed = p.seed != nullptr ? *p.seed : p.variant.seed;
-    q_at = tile::a_address<QTile>(ptx::shared_address(&shared.tiles.q), warp * kWarpRows);
+    q_at = tile::a_address<QTile>(ptx::shared_address(&shared.tiles.q), group() * kWarpRows);
     copy_q();
     if (kSpec.q_in_registers || p.q_factor != 1.0f) {
       ptx::cp_async_commit();
