@@ -29,6 +29,7 @@ struct BackwardSpec {
   bool paired = true;
   int stages = 2;         // of Q and dO: with 2 the next ones are copied during a whole tile
   int blocks_per_sm = 1;  // registers are allotted for this many
+  int flavor = 0;         // of an experiment
   bool dq = true;         // dQ is wanted
   bool ordered = false;   // blocks take turns in adding to dQ, which makes its bits repeatable
   bool aligned = true;    // rows go by 16-byte copies

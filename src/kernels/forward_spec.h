@@ -23,6 +23,7 @@ struct ForwardSpec {
   int stages = 1;
   int blocks_per_sm = 1;        // registers are allotted for this many
   bool q_in_registers = false;  // the fragments of q stay in registers
+  int flavor = 0;  // of an experiment
   bool aligned = true;          // rows go by 16-byte copies
   bool whole = true;            // the head dims are the padded ones
   Features features;

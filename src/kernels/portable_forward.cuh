@@ -51,6 +51,7 @@ struct PortableForward : Worker {
   // Float32 with many columns: what depends on the thread is found anew where it is used, because
   // kept through the loop it would cost registers that there are not.
   static constexpr bool kScarce = kElement == Element::kFloat32 && kSpec.dim_v > 128;
+  static constexpr bool kQuick = (kSpec.flavor & 1) != 0, kLateV = (kSpec.flavor & 2) != 0;
   static constexpr float kExactLog2 = 4096.0f;  // beyond, c * s - c * ref is not exact enough
   static constexpr float kLargest = 3.402823466e38f;
 
@@ -70,6 +71,7 @@ struct PortableForward : Worker {
     int row0, num_q, num_k;    // first row of the tile, local; used lengths
     int tile_end;              // behind the last key tile that some row sees
     int full_begin, full_end;  // key tiles that every row sees
+    int hides;                 // some of these keys are hidden from some row
   };
   template <int kBytes>
   struct Room {
@@ -203,9 +205,10 @@ struct PortableForward : Worker {
     f.tile_end = tile_end;
     f.full_begin = static_cast<int>((range.full_begin + kTile - 1) / kTile);
     f.full_end = static_cast<int>(range.full_end / kTile);
+    band_hides = range.full_begin > range.begin || range.full_end < range.end;
+    f.hides = band_hides;
     if (thread == 0) shared.facts = f;
     __syncthreads();
-    band_hides = range.full_begin > range.begin || range.full_end < range.end;
   }
   __forceinline__ u32 class_of(int tile) const {
     const MaskClassesView& m = p.mask_classes;
@@ -285,27 +288,63 @@ struct PortableForward : Worker {
   // score x is 2^(x * factor - against), by weight_from.
   __forceinline__ void raise_references(float (&s)[kRowTiles][kBlocks][4], Mufu factor,
                                         Mufu (&against)[kRowTiles][2]) {
-    const LaggingBy<Mufu> gauge{
-        {Scores<kFeatures>::kNatural ? kLagLog2 * static_cast<float>(kLn2) : args.score_lag}};
-    Mufu keep[kRowTiles][2];
-    bool moved = false, extreme = false;
+    float top[kRowTiles][2];
+    if (find_tops(s, top)) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        top[m][0] = tile::quad_max(top[m][0]);
+        top[m][1] = tile::quad_max(top[m][1]);
+      }
+      raise_to(top, factor);
+    }
+    find_against(s, factor, against);
+  }
+  __forceinline__ LaggingBy<Mufu> gauge() const {
+    return {{Scores<kFeatures>::kNatural ? kLagLog2 * static_cast<float>(kLn2) : args.score_lag}};
+  }
+  // The largest of this thread's scores in each row. True when some row of the warp has one that
+  // lies so far above its reference that it must be raised: threads that share a row need not tell
+  // each other what they have before that.
+  __forceinline__ bool find_tops(const float (&s)[kRowTiles][kBlocks][4],
+                                 float (&top)[kRowTiles][2]) const {
+    const float lag = gauge().lag.x;
+    bool raises = false;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float top = ::fmaxf(s[m][0][2 * half], s[m][0][2 * half + 1]);
+        float most = ::fmaxf(s[m][0][2 * half], s[m][0][2 * half + 1]);
 #pragma unroll
         for (int n = 1; n < kBlocks; ++n) {
-          top = ::fmaxf(top, ::fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+          most = ::fmaxf(most, ::fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
         }
-        keep[m][half] = raise(state[m][half], Mufu{tile::quad_max(top)}, factor, gauge);
-        against[m][half] = anchor(state[m][half].ref) * factor;
-        moved |= keep[m][half].x != 1.0f;
-        extreme |= is_extreme(against[m][half].x);
+        top[m][half] = most;
+        raises |= state[m][half].ref.x + lag < most;
       }
     }
-    if (__any_sync(tile::kAllLanes, moved)) {
-      for_each(out, [&](float& x, int m, int half) { x *= keep[m][half].x; });
+    return __any_sync(tile::kAllLanes, raises);
+  }
+  __forceinline__ void raise_to(const float (&top)[kRowTiles][2], Mufu factor) {
+    float keep[kRowTiles][2];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        keep[m][half] = raise(state[m][half], Mufu{top[m][half]}, factor, gauge()).x;
+      }
+    }
+    for_each(out, [&](float& x, int m, int half) { x *= keep[m][half]; });
+  }
+  __forceinline__ void find_against(float (&s)[kRowTiles][kBlocks][4], Mufu factor,
+                                    Mufu (&against)[kRowTiles][2]) const {
+    bool extreme = false;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        against[m][half] = anchor(state[m][half].ref) * factor;
+        extreme |= is_extreme(against[m][half].x);
+      }
     }
     if (__any_sync(tile::kAllLanes, extreme)) take_references(s, against);
   }
@@ -378,16 +417,7 @@ struct PortableForward : Worker {
   __forceinline__ void give_weights(float (&s)[kRowTiles][kBlocks][4], Mufu factor,
                                     WarpWeights& weights) {
     Mufu against[kRowTiles][2];
-    bool extreme = false;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        against[m][half] = anchor(state[m][half].ref) * factor;
-        extreme |= is_extreme(against[m][half].x);
-      }
-    }
-    if (__any_sync(tile::kAllLanes, extreme)) take_references(s, against);
+    find_against(s, factor, against);
     const Share to = share();
 #pragma unroll
     for (int step = 0; step < kWarpKeys / 16; ++step) {
@@ -423,24 +453,9 @@ struct PortableForward : Worker {
   __forceinline__ void absorb_shared(float (&s)[kRowTiles][kBlocks][4], int stage,
                                      float to_base_2) {
     const Mufu factor{to_base_2};
-    const LaggingBy<Mufu> gauge{{args.score_lag}};
     const Share other = share();
     float top[kRowTiles][2];
-    bool raises = false;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float most = ::fmaxf(s[m][0][2 * half], s[m][0][2 * half + 1]);
-#pragma unroll
-        for (int n = 1; n < kBlocks; ++n) {
-          most = ::fmaxf(most, ::fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-        }
-        top[m][half] = most;
-        raises |= state[m][half].ref.x + gauge.lag.x < most;
-      }
-    }
-    raises = __any_sync(tile::kAllLanes, raises);
+    const bool raises = find_tops(s, top);
     WarpWeights weights;
     const auto own = [&](int step, int m) { return weights[step][m]; };
     const auto given = [&](int step, int m) { return other.take_weights(step, m); };
@@ -461,16 +476,12 @@ struct PortableForward : Worker {
     other.give_rows(top);
     other.meet();
     other.take_rows(theirs);
-    float keep[kRowTiles][2];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float most = ::fmaxf(top[m][half], theirs[m][half]);
-        keep[m][half] = raise(state[m][half], Mufu{most}, factor, gauge).x;
-      }
+      top[m][0] = ::fmaxf(top[m][0], theirs[m][0]);
+      top[m][1] = ::fmaxf(top[m][1], theirs[m][1]);
     }
-    for_each(out, [&](float& x, int m, int half) { x *= keep[m][half]; });
+    raise_to(top, factor);
     if (raises) give_weights(s, factor, weights);
     other.meet();
     if (raises) multiply_part(part(), stage, own);
@@ -496,7 +507,7 @@ struct PortableForward : Worker {
 
   // Some row is not finite although its weights are, and not every key was visible to every row.
   __forceinline__ bool must_run_again() {
-    if (!band_hides && !kFeatures.hides()) return false;
+    if (!kFeatures.hides() && (kQuick ? fact(&Facts::hides) == 0 : !band_hides)) return false;
     float nothing[kRowTiles][2] = {};
     for_each(out, [&](float& x, int m, int half) { nothing[m][half] += x * 0.0f; });
     bool bad = false;
@@ -522,6 +533,17 @@ struct PortableForward : Worker {
       if constexpr (kSpec.stages == 2) copy_v(tile, 0);
     }
     ptx::cp_async_commit();
+    if constexpr (kQuick) {
+      if (!careful && (kSpec.q_in_registers || p.q_factor != 1.0f)) {
+        ptx::cp_async_wait<1>();
+        __syncthreads();
+        if (p.q_factor != 1.0f) {
+          factor_q();
+          __syncthreads();
+        }
+        load_q();
+      }
+    }
 #pragma unroll 1
     while (tile < fact(&Facts::tile_end)) {
       const int next = next_tile(tile + 1);
@@ -530,18 +552,22 @@ struct PortableForward : Worker {
       if constexpr (kSpec.stages == 2) {
         if (next < fact(&Facts::tile_end)) {
           copy_k(next, stage ^ 1);
-          copy_v(next, stage ^ 1);
+          if constexpr (!kLateV) copy_v(next, stage ^ 1);
         }
       } else {
         copy_v(tile, 0);
       }
-      ptx::cp_async_commit();
+      if constexpr (kSpec.stages == 1 || !kLateV) ptx::cp_async_commit();
       float s[kRowTiles][kBlocks][4];
       score(s, scores, tile, stage);
       if constexpr (kSpec.stages == 1) {
         ptx::cp_async_wait<0>();
         __syncthreads();
         if (next < fact(&Facts::tile_end)) copy_k(next, 0);
+        ptx::cp_async_commit();
+      }
+      if constexpr (kSpec.stages == 2 && kLateV) {
+        if (next < fact(&Facts::tile_end)) copy_v(next, stage ^ 1);
         ptx::cp_async_commit();
       }
       if (careful) take_poison(stage);
@@ -661,12 +687,36 @@ struct PortableForward : Worker {
         lane);
   }
 
+  __forceinline__ void run_quick() {
+    find_keys();
+    copy_q();
+    ptx::cp_async_commit();
+    find_key_rows();
+    bool careful = false;
+#pragma unroll 1
+    while (true) {
+      attend(Scores<kFeatures>(p, at), careful);
+      locate();
+      if (careful || !must_run_again()) break;
+      careful = true;
+      find_keys();
+      find_key_rows();
+    }
+    finish();
+    if (careful && args.keep_scale != 0.0f) {
+      find_keys();
+      spread_poison(Scores<kFeatures>(p, at));
+    }
+    store_out();
+  }
+
   // Where this block works is found anew for each act: it costs little, and what is kept from one
   // act to the next costs registers that the loop in between needs.
   __forceinline__ void run() {
     if (!locate()) return;
     if constexpr (kFeatures.dropout) seed = p.seed != nullptr ? *p.seed : p.variant.seed;
     q_at = tile::a_address<QTile>(ptx::shared_address(&shared.tiles.q), group() * kWarpRows);
+    if constexpr (kQuick) return run_quick();
     copy_q();
     if (kSpec.q_in_registers || p.q_factor != 1.0f) {
       ptx::cp_async_commit();

@@ -1,6 +1,8 @@
 #include "plan/cuda_plan.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 
 #include "onefold/error.h"
 
@@ -319,6 +321,14 @@ ForwardPlan plan_cuda_forward(const Problem& p, const ForwardTensors& t, const C
                      : has_many(spec.features)         ? choose(kMany16, facts, spec)
                                                        : choose(kOptions16, facts, spec);
   if (!found) no_tile_fits(p, facts);
+  if (const char* text = std::getenv("ONEFOLD_TRY_FORWARD"); text != nullptr && *text != 0) {
+    int qr = 0;
+    if (std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d", &spec.tile_q, &spec.tile_k, &spec.warps,
+                    &spec.sharing, &spec.stages, &spec.blocks_per_sm, &qr, &spec.flavor) != 8 ||
+        (spec.q_in_registers = qr != 0, spec.invalid() != nullptr)) {
+      unsupported("ONEFOLD_TRY_FORWARD ", text);
+    }
+  }
   plan.query_tiles = tiles_of(p, p.rows_q, spec.tile_q);
   plan.blocks = plan.query_tiles * p.heads_q * (p.packed ? 1 : p.batch);
   check_blocks(plan.blocks);
@@ -350,6 +360,14 @@ BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t, bool
                      : many                            ? choose(kBackwardMany16, facts, spec)
                                                        : choose(kBackwardOptions16, facts, spec);
   if (!found) no_tile_fits(p, facts);
+  if (const char* text = std::getenv("ONEFOLD_TRY_BACKWARD"); text != nullptr && *text != 0) {
+    int paired = 0;
+    if (std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d", &spec.tile_q, &spec.tile_k, &spec.step_q,
+                    &spec.warps, &paired, &spec.stages, &spec.blocks_per_sm, &spec.flavor) != 8 ||
+        (spec.paired = paired != 0, spec.invalid() != nullptr)) {
+      unsupported("ONEFOLD_TRY_BACKWARD ", text);
+    }
+  }
   return plan_cuda_backward(p, t, spec, facts);
 }
 

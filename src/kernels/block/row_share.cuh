@@ -35,14 +35,11 @@ struct RowShare {
   }
   // A number of every row, the same in the four lanes that have it.
   __forceinline__ void give_rows(const float (&x)[kRowTiles][2]) const {
-    float mine = x[0][0];
+    if (lane % 4 != 0) return;
 #pragma unroll
-    for (int idx = 1; idx < 2 * kRowTiles; ++idx) {
-      if (lane % 4 == idx) mine = x[idx / 2][idx % 2];
-    }
-    if (lane % 4 < 2 * kRowTiles) {
-      ptx::st_shared_32(rows_at(part) + 4 * (lane / 4 * 2 * kRowTiles + lane % 4),
-                        __float_as_uint(mine));
+    for (int m = 0; m < kRowTiles; ++m) {
+      ptx::st_shared_64(rows_at(part) + 4 * (lane / 4 * 2 * kRowTiles + 2 * m),
+                        __float_as_uint(x[m][0]), __float_as_uint(x[m][1]));
     }
   }
   __forceinline__ void take_rows(float (&x)[kRowTiles][2]) const {
