@@ -220,6 +220,12 @@ struct PortableBackward : Worker {
   // Takes what is not finite out of K, and remembers which keys those were.
   __forceinline__ void find_poison() {
     if (!fact(&Facts::hides)) return;
+    if constexpr ((kSpec.flavor & 1) != 0) {
+      if (!__syncthreads_or(tile::has_poison<KTile, kElement, kThreads>(
+              ptx::shared_address(&shared.k), thread))) {
+        return;
+      }
+    }
     for (int key = thread; key < kTileK; key += kThreads) shared.poison[key] = 0;
     __syncthreads();
     bool found = false;

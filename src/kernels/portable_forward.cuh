@@ -31,6 +31,13 @@
 
 namespace onefold::kernels {
 
+template <int kBytes>
+struct ExchangeRoom {
+  alignas(16) unsigned char exchange[kBytes];
+};
+template <>
+struct ExchangeRoom<0> {};
+
 template <ForwardSpec kSpec>
 struct PortableForward : Worker {
   // ---- facts ----
@@ -73,14 +80,8 @@ struct PortableForward : Worker {
     int full_begin, full_end;  // key tiles that every row sees
     int hides;                 // some of these keys are hidden from some row
   };
-  template <int kBytes>
-  struct Room {
-    alignas(16) unsigned char exchange[kBytes];
-  };
-  template <>
-  struct Room<0> {};
   using Share = RowShare<kElement, kRowTiles, kWarpKeys / 16>;
-  struct Shared : Room<kSpec.exchange_bytes()> {
+  struct Shared : ExchangeRoom<kSpec.exchange_bytes()> {
     union {
       Tiles tiles;
       OutTile out;
@@ -289,7 +290,23 @@ struct PortableForward : Worker {
   __forceinline__ void raise_references(float (&s)[kRowTiles][kBlocks][4], Mufu factor,
                                         Mufu (&against)[kRowTiles][2]) {
     float top[kRowTiles][2];
-    if (find_tops(s, top)) {
+    if constexpr ((kSpec.flavor & 8) != 0) {
+      find_tops(s, top);
+      float keep[kRowTiles][2];
+      bool moved = false;
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const Mufu most{tile::quad_max(top[m][half])};
+          keep[m][half] = raise(state[m][half], most, factor, gauge()).x;
+          moved |= keep[m][half] != 1.0f;
+        }
+      }
+      if (__any_sync(tile::kAllLanes, moved)) {
+        for_each(out, [&](float& x, int m, int half) { x *= keep[m][half]; });
+      }
+    } else if (find_tops(s, top)) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         top[m][0] = tile::quad_max(top[m][0]);
@@ -413,39 +430,58 @@ struct PortableForward : Worker {
     }
   }
   using WarpWeights = typename Op::A[kWarpKeys / 16][kRowTiles];
-  // Scores of this warp's keys become weights, which the other warp is given, too.
-  __forceinline__ void give_weights(float (&s)[kRowTiles][kBlocks][4], Mufu factor,
-                                    WarpWeights& weights) {
-    Mufu against[kRowTiles][2];
-    find_against(s, factor, against);
-    const Share to = share();
+  // Scores of a depth of this warp's keys become weights, which the other warp is given, too.
+  __forceinline__ void give_weights(float (&s)[kRowTiles][kBlocks][4], int step, Mufu factor,
+                                    const Mufu (&against)[kRowTiles][2], WarpWeights& weights) {
 #pragma unroll
-    for (int step = 0; step < kWarpKeys / 16; ++step) {
+    for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int idx = 0; idx < 8; ++idx) {
-          float& x = s[m][2 * step + idx / 4][idx % 4];
-          x = weight_from(Mufu{x} * factor, against[m][idx / 2 % 2]).x;
-          state[m][idx / 2 % 2].sum.x += x;
-        }
-        weights[step][m] = Op::from_accumulators(&s[m][2 * step]);
-        to.give_weights(step, m, weights[step][m]);
+      for (int idx = 0; idx < 8; ++idx) {
+        float& x = s[m][2 * step + idx / 4][idx % 4];
+        x = weight_from(Mufu{x} * factor, against[m][idx / 2 % 2]).x;
+        state[m][idx / 2 % 2].sum.x += x;
       }
+      weights[step][m] = Op::from_accumulators(&s[m][2 * step]);
+      share().give_weights(step, m, weights[step][m]);
     }
   }
-  // O += P V for the keys of this warp or of the other.
+  // O += P V for a depth of the keys of this warp or of the other.
   template <class Of>
-  __forceinline__ void multiply_part(int of, int stage, Of&& weights_of) {
+  __forceinline__ void multiply_step(int of, int step, int stage, Of&& weights_of) {
     const u32 v_at =
         tile::b_trans_address<Op, VTile>(ptx::shared_address(&shared.tiles.v[stage])) +
         VTile::offset(of * kWarpKeys, part() * kWarpColumns * Op::kBytes);
+    typename Op::A a[kRowTiles];
 #pragma unroll
-    for (int step = 0; step < kWarpKeys / 16; ++step) {
-      typename Op::A a[kRowTiles];
+    for (int m = 0; m < kRowTiles; ++m) a[m] = weights_of(step, m);
+    tile::multiply_depth<Op, VTile>(out, a, v_at + VTile::offset(16 * step, 0));
+  }
+  template <class Of>
+  __forceinline__ void multiply_part(int of, int stage, Of&& weights_of) {
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) a[m] = weights_of(step, m);
-      tile::multiply_depth<Op, VTile>(out, a, v_at + VTile::offset(16 * step, 0));
+    for (int step = 0; step < kWarpKeys / 16; ++step) multiply_step(of, step, stage, weights_of);
+  }
+  // The weights of this warp go to the other and to O. They have all been told of before the last
+  // product, so that the other warp need not wait.
+  template <class Of>
+  __forceinline__ void absorb_own(float (&s)[kRowTiles][kBlocks][4], int stage, Mufu factor,
+                                  WarpWeights& weights, Of&& own, bool met) {
+    constexpr int kSteps = kWarpKeys / 16;
+    Mufu against[kRowTiles][2];
+    find_against(s, factor, against);
+    if constexpr ((kSpec.flavor & 32) != 0) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        give_weights(s, step, factor, against, weights);
+        if (step < kSteps - 1) multiply_step(part(), step, stage, own);
+      }
+      met ? share().meet() : share().tell();
+      multiply_step(part(), kSteps - 1, stage, own);
+    } else {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) give_weights(s, step, factor, against, weights);
+      met ? share().meet() : share().tell();
+      multiply_part(part(), stage, own);
     }
   }
   // Weights against the references that both warps have go at once. Only when one of them has a
@@ -460,9 +496,11 @@ struct PortableForward : Worker {
     const auto own = [&](int step, int m) { return weights[step][m]; };
     const auto given = [&](int step, int m) { return other.take_weights(step, m); };
     other.give_word(raises);
-    if (!raises) give_weights(s, factor, weights);
-    other.tell();
-    if (!raises) multiply_part(part(), stage, own);
+    if (raises) {
+      other.tell();
+    } else {
+      absorb_own(s, stage, factor, weights, own, false);
+    }
     other.hear();
     const bool other_raises = other.take_word() != 0;
     if (!other_raises) multiply_part(1 - part(), stage, given);
@@ -482,9 +520,11 @@ struct PortableForward : Worker {
       top[m][1] = ::fmaxf(top[m][1], theirs[m][1]);
     }
     raise_to(top, factor);
-    if (raises) give_weights(s, factor, weights);
-    other.meet();
-    if (raises) multiply_part(part(), stage, own);
+    if (raises) {
+      absorb_own(s, stage, factor, weights, own, true);
+    } else {
+      other.meet();
+    }
     if (other_raises) multiply_part(1 - part(), stage, given);
   }
 
