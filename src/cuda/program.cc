@@ -62,7 +62,7 @@ std::string text(const BackwardSpec& s) {
   return concat("{.arch = ", s.arch, ", .element = ", element_text(s.element), ", .dim = ", s.dim,
                 ", .dim_v = ", s.dim_v, ", .tile_q = ", s.tile_q, ", .tile_k = ", s.tile_k,
                 ", .step_q = ", s.step_q, ", .warps = ", s.warps, ", .paired = ", flag(s.paired),
-                ", .stages = ", s.stages, ", .blocks_per_sm = ", s.blocks_per_sm, ", .flavor = ", s.flavor,
+                ", .sharing = ", s.sharing, ", .stages = ", s.stages, ", .blocks_per_sm = ", s.blocks_per_sm, ", .flavor = ", s.flavor,
                 ", .dq = ", flag(s.dq), ", .ordered = ", flag(s.ordered),
                 ", .aligned = ", flag(s.aligned), ", .whole = ", flag(s.whole),
                 ", .features = ", text(s.features), "}");

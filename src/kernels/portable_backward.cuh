@@ -43,7 +43,10 @@ struct PortableBackward : Worker {
   static constexpr int kTileQ = kSpec.tile_q, kTileK = kSpec.tile_k;
   static constexpr int kWarpKeys = kSpec.warp_keys();
   static constexpr int kRowTiles = kWarpKeys / 16;
-  static constexpr int kBlocks = kSpec.step_q / 8;
+  static constexpr int kSharing = kSpec.sharing;
+  static constexpr int kStoreKeys = kWarpKeys / kSharing;  // that a warp stores
+  static constexpr int kWarpQueries = kSpec.step_q / kSharing;
+  static constexpr int kBlocks = kWarpQueries / 8;
   static constexpr int kSteps = kTileQ / kSpec.step_q;
   using W = Weights<kElement, kFeatures>;
   using Sums = DqSums<kSpec>;
@@ -249,7 +252,10 @@ struct PortableBackward : Worker {
   }
 
   // ---- one query tile ----
-  int pair;        // which keys of the tile this warp owns
+  int pair;        // which keys of the tile this warp owns, or pairs that share them own
+  __forceinline__ int first_key() const { return pair / kSharing * kWarpKeys; }
+  __forceinline__ int part() const { return pair % kSharing; }
+  __forceinline__ int first_stored() const { return first_key() + part() * kStoreKeys; }
   u32 k_at, v_at;  // where this lane reads them
 
   // lse, delta or the use of dP of the two queries that a lane has in a block of columns.
@@ -272,13 +278,13 @@ struct PortableBackward : Worker {
   // Products become weights, 0 where hidden. slope: of the cap.
   __forceinline__ void weigh(Accumulators& s, Accumulators& slope, Step step, int stage, int column,
                              bool border) {
-    const Positions positions{fact(&Facts::j0) + pair * kWarpKeys, i64{step.tile} * kTileQ + column,
+    const Positions positions{fact(&Facts::j0) + first_key(), i64{step.tile} * kTileQ + column,
                               lengths()};
     const HeadAt at = head_at(step.head);
     const Scores<kFeatures> scores(p, at);
     if (fact(&Facts::key_poison)) {
       for_each(s, [&](float& x, int m, int, int idx) {
-        const int key = pair * kWarpKeys + 16 * m + 8 * (idx / 2) + lane / 4;
+        const int key = first_key() + 16 * m + 8 * (idx / 2) + lane / 4;
         if (shared.poison[key] != 0) x = __int_as_float(0x7fffffff);
       });
     }
@@ -382,7 +388,7 @@ struct PortableBackward : Worker {
     }
 #pragma unroll 1
     for (int sub = 0; sub < kSteps; ++sub) {
-      const int column = sub * kSpec.step_q;
+      const int column = sub * kSpec.step_q + part() * kWarpQueries;
       const u32 q_at = q_base + QTile::offset(column, 0);
       const u32 dout_at = dout_base + DoutTile::offset(column, 0);
       Accumulators s, dp;
@@ -408,10 +414,15 @@ struct PortableBackward : Worker {
         } else {
           differentiate_all<false, !kValues>(dp, kFeatures.softcap ? slope : s, stage, column);
         }
-        if constexpr (kSpec.dq) {
+        if constexpr (kSpec.dq || kSharing == 2) {
           tile::store_transposed<DsTile>(ptx::shared_address(&shared.ds[stage]), dp,
-                                         pair * kWarpKeys, column);
+                                         first_key(), column);
         }
+      }
+      if constexpr (kSharing == 2) {
+        if constexpr (kValues) absorb_values(s, dout_base, dv);
+        if constexpr (kKeys) absorb_keys(dp, q_base, stage, dk);
+        return;
       }
       if constexpr (kValues) {
         tile::multiply_weights<Op, DoutTile>(dv, s, tile::b_trans_address<Op, DoutTile>(dout_at),
@@ -433,6 +444,64 @@ struct PortableBackward : Worker {
                                           [](int) {});
       }
     }
+  }
+
+  // ---- the two gradients, for pairs that share keys ----
+  // Each warp has the operands of its own queries in registers; those of the other pair's it takes
+  // from shared memory. Barriers 5 + pair and 9 + pair tell that they are there. Who a warp is is
+  // found anew each time, because registers are scarce.
+  struct Who {
+    int lane, pair;
+    __forceinline__ int part() const { return pair % kSharing; }
+    __forceinline__ int first_key() const { return pair / kSharing * kWarpKeys; }
+  };
+  __forceinline__ Who who() const {
+    const int now = ptx::opaque(thread);
+    return {now % 32, now / 32 % (kSpec.warps / 2)};
+  }
+  template <class Tile>
+  static __forceinline__ u32 columns_at(Who me, u32 tile, int part_of_queries) {
+    return tile + Op::template offset_b_trans<Tile>(me.lane) +
+           Tile::offset(part_of_queries * kWarpQueries, me.part() * (Tile::kRowBytes / kSharing));
+  }
+  template <class Tile, class Gradient, class Of>
+  static __forceinline__ void absorb_other(Gradient& gradient, u32 at, Of&& operand_of) {
+#pragma unroll
+    for (int step = 0; step < kWarpQueries / 16; ++step) {
+      typename Op::A a[kRowTiles];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) a[m] = operand_of(m, step);
+      tile::multiply_depth<Op, Tile>(gradient, a, at + Tile::offset(16 * step, 0));
+    }
+  }
+  template <class Dv>
+  __forceinline__ void absorb_values(const Accumulators& weights, u32 dout, Dv& dv) const {
+    const Who me = who();
+    ptx::bar_arrive(5 + me.pair, 64);
+    tile::multiply_weights<Op, DoutTile>(dv, weights, columns_at<DoutTile>(me, dout, me.part()),
+                                         [](int) {});
+    const Who then = who();
+    ptx::bar_sync(5 + (then.pair ^ 1), 64);
+    const HandOver<kElement, kRowTiles, kBlocks> other{ptx::shared_address(shared.exchange),
+                                                       then.pair ^ 1, then.lane};
+    absorb_other<DoutTile>(dv, columns_at<DoutTile>(then, dout, 1 - then.part()),
+                           [&](int m, int step) { return other.operand(m, 2 * step); });
+  }
+  template <class Dk>
+  __forceinline__ void absorb_keys(const Accumulators& ds, u32 q, int stage, Dk& dk) const {
+    const Who me = who();
+    ptx::bar_arrive(9 + me.pair, 64);
+    tile::multiply_weights<Op, QTile>(dk, ds, columns_at<QTile>(me, q, me.part()), [](int) {});
+    const Who then = who();
+    ptx::bar_sync(9 + (then.pair ^ 1), 64);
+    using Rows = typename DsTile::Tile;
+    const u32 at =
+        ptx::shared_address(&shared.ds[stage]) +
+        Rows::offset(then.first_key() + tile::a_row(then.lane),
+                     (1 - then.part()) * kWarpQueries * Op::kBytes + tile::a_byte(then.lane));
+    absorb_other<QTile>(dk, columns_at<QTile>(then, q, 1 - then.part()), [&](int m, int step) {
+      return Op::load_a(at + Rows::offset(16 * m, step * Op::kDepthBytes));
+    });
   }
 
   // ---- dQ ----
@@ -508,20 +577,21 @@ struct PortableBackward : Worker {
   // Gradients of a warp's keys leave through the tile of the keys themselves.
   template <class Tile, class Gradient>
   __forceinline__ u32 stage_gradient(u32 tile, const Gradient& x, float factor) const {
-    const u32 base = tile + Tile::offset(pair * kWarpKeys, 0);
+    const u32 base = tile + Tile::offset(first_key(), part() * (Tile::kRowBytes / kSharing));
     stage_rows<Tile, kElement>(base, lane, x, [factor](float number) { return number * factor; });
-    return base;
+    if constexpr (kSharing == 2) ptx::bar_sync((warp < kSpec.warps / 2 ? 5 : 9) + pair / 2, 64);
+    return tile + Tile::offset(first_stored(), 0);
   }
   template <class Tile>
   __forceinline__ void store_gradient(u32 from, const RowsView& view, int num_columns) const {
-    using WarpTile = tile::SharedTile<kWarpKeys, Tile::kRowBytes>;
-    const int first = pair * kWarpKeys;
+    using WarpTile = tile::SharedTile<kStoreKeys, Tile::kRowBytes>;
+    const int first = first_stored();
     if (view.data == nullptr || fact(&Facts::j0) + first >= fact(&Facts::num_rows)) return;
     tile::RowCopy<WarpTile, kElement, 32, kSpec.aligned, kSpec.whole>::store(
         from,
         rows_of<kElement>(p, view, fact(&Facts::b), fact(&Facts::k_row) + first,
                           fact(&Facts::kv_head), fact(&Facts::num_rows) - fact(&Facts::j0) - first,
-                          kWarpKeys, num_columns),
+                          kStoreKeys, num_columns),
         lane);
   }
 
@@ -545,8 +615,8 @@ struct PortableBackward : Worker {
         tile::for_poison<kElement>(
             dout.data, dout.dim, p.dim_v, [&](int word, float low, float high) {
 #pragma unroll 1
-              for (int row = 0; row < kWarpKeys; ++row) {
-                const i64 key = fact(&Facts::j0) + pair * kWarpKeys + row;
+              for (int row = 0; row < kStoreKeys; ++row) {
+                const i64 key = fact(&Facts::j0) + first_stored() + row;
                 if (key < keys.begin || key >= keys.end) continue;
                 if (kFeatures.hides() && scores.hidden(i, key)) continue;
                 const u32 where = base + VTile::offset(row, 4 * word);
@@ -561,8 +631,8 @@ struct PortableBackward : Worker {
 
   template <bool kValues, bool kKeys>
   __forceinline__ void work() {
-    float dv[kValues ? kRowTiles : 1][kValues ? kSpec.dim_v / 8 : 1][4];
-    float dk[kKeys ? kRowTiles : 1][kKeys ? kSpec.dim / 8 : 1][4];
+    float dv[kValues ? kRowTiles : 1][kValues ? kSpec.dim_v / 8 / kSharing : 1][4];
+    float dk[kKeys ? kRowTiles : 1][kKeys ? kSpec.dim / 8 / kSharing : 1][4];
     tile::clear(dv);
     tile::clear(dk);
     loop<kValues, kKeys>(dv, dk);
@@ -590,12 +660,12 @@ struct PortableBackward : Worker {
       __syncthreads();
       find_poison();
     }
-    pair = warp % kSpec.key_warps();
-    k_at = tile::a_address<KTile>(ptx::shared_address(&shared.k), pair * kWarpKeys);
-    v_at = tile::a_address<VTile>(ptx::shared_address(&shared.v), pair * kWarpKeys);
+    pair = kSpec.paired ? warp % (kSpec.warps / 2) : warp;
+    k_at = tile::a_address<KTile>(ptx::shared_address(&shared.k), first_key());
+    v_at = tile::a_address<VTile>(ptx::shared_address(&shared.v), first_key());
     if constexpr (!kSpec.paired) {
       work<true, true>();
-    } else if (warp < kSpec.key_warps()) {
+    } else if (warp < kSpec.warps / 2) {
       work<true, false>();
     } else {
       work<false, true>();

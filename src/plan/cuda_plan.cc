@@ -362,8 +362,9 @@ BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t, bool
   if (!found) no_tile_fits(p, facts);
   if (const char* text = std::getenv("ONEFOLD_TRY_BACKWARD"); text != nullptr && *text != 0) {
     int paired = 0;
-    if (std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d", &spec.tile_q, &spec.tile_k, &spec.step_q,
-                    &spec.warps, &paired, &spec.stages, &spec.blocks_per_sm, &spec.flavor) != 8 ||
+    if (std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d,%d", &spec.tile_q, &spec.tile_k, &spec.step_q,
+                    &spec.warps, &paired, &spec.sharing, &spec.stages, &spec.blocks_per_sm,
+                    &spec.flavor) != 9 ||
         (spec.paired = paired != 0, spec.invalid() != nullptr)) {
       unsupported("ONEFOLD_TRY_BACKWARD ", text);
     }
