@@ -89,8 +89,8 @@ struct PortableBackward : Worker {
   };
   static_assert(sizeof(Shared) == kSpec.shared_bytes());
 
-  template <class Tile>
-  using Copy = tile::RowCopy<Tile, kElement, kThreads, kSpec.aligned, kSpec.whole>;
+  template <class Tile, int kBy = kThreads>
+  using Copy = tile::RowCopy<Tile, kElement, kBy, kSpec.aligned, kSpec.whole>;
   using Positions = TilePositions<true, kRowTiles, kBlocks>;
   using Accumulators = float[kRowTiles][kBlocks][4];
 
@@ -197,21 +197,22 @@ struct PortableBackward : Worker {
                                         fact(&Facts::kv_head), count, kTileK, p.dim_v),
                       thread);
   }
+  template <int kBy = kThreads>
   __forceinline__ void copy_rows(Step step, int stage) {
     const int i0 = step.tile * kTileQ, head = fact(&Facts::kv_head) * p.group + step.head;
     const int count = fact(&Facts::num_q) - i0;
     Stage& to = shared.stage[stage];
-    Copy<QTile>::load(ptx::shared_address(&to.q),
+    Copy<QTile, kBy>::load(ptx::shared_address(&to.q),
                       rows_of<kElement>(p, p.q, fact(&Facts::b), fact(&Facts::q_row) + i0, head,
                                         count, kTileQ, p.dim),
                       thread);
-    Copy<DoutTile>::load(
+    Copy<DoutTile, kBy>::load(
         ptx::shared_address(&to.dout),
         rows_of<kElement>(p, args.dout, fact(&Facts::b), fact(&Facts::q_row) + i0, head,
                           args.dout.data == nullptr ? 0 : count, kTileQ, p.dim_v),
         thread);
     const float* from = args.rows + rows_number(step) * kSpec.row_numbers();
-    for (int chunk = thread; chunk < kSpec.row_numbers() / 4; chunk += kThreads) {
+    for (int chunk = thread; chunk < kSpec.row_numbers() / 4; chunk += kBy) {
       ptx::cp_async_16(ptx::shared_address(to.rows) + 16 * chunk, from + 4 * chunk, true);
     }
   }
@@ -552,11 +553,24 @@ struct PortableBackward : Worker {
       const Step next = settle({step.head, step.tile + 1});
       ptx::cp_async_wait<0>();
       meet();
-      if (kSpec.stages == 2 && present(next)) copy_rows(next, stage ^ 1);
+      constexpr bool kLate = (kSpec.flavor & 4) != 0 && !kValues;
+      constexpr bool kHalf = (kSpec.flavor & 16) != 0 && kSpec.paired;
+      const auto copy_next = [&] {
+        if constexpr (kHalf) {
+          if (kValues && present(next)) copy_rows<kThreads / 2>(next, stage ^ 1);
+        } else {
+          if (present(next)) copy_rows(next, stage ^ 1);
+        }
+      };
+      if constexpr (kSpec.stages == 2 && !kLate) copy_next();
       if (kSpec.stages == 1 && last.head >= 0) copy_rows(step, 0);
       ptx::cp_async_commit();
       pass_turn();
       if (last.head >= 0) add_dq(last, kSpec.stages == 2 ? stage ^ 1 : 0);
+      if constexpr (kSpec.stages == 2 && kLate) {
+        copy_next();
+        ptx::cp_async_commit();
+      }
       if constexpr (kSpec.stages == 1) {
         ptx::cp_async_wait<0>();
         meet();
