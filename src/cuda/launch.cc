@@ -1,6 +1,5 @@
 #include "cuda/launch.h"
 
-#include <cstdlib>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -57,9 +56,6 @@ CUfunction load_function(const jit::Binary& binary, int device) {
                     static_cast<int>(binary.facts.static_shared_bytes);
   result = d.cuFuncSetAttribute(function, kFunctionMaxDynamicShared, left);
   if (result != kSuccess) fail(result, "cuFuncSetAttribute" + where);
-  if (const char* text = std::getenv("ONEFOLD_TRY_CARVEOUT"); text != nullptr && *text != 0) {
-    d.cuFuncSetAttribute(function, 9, std::atoi(text));
-  }
   return function;
 }
 

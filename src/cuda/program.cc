@@ -51,10 +51,9 @@ constexpr const char* kSharedMemory =
 std::string text(const ForwardSpec& s) {
   return concat("{.arch = ", s.arch, ", .element = ", element_text(s.element), ", .dim = ", s.dim,
                 ", .dim_v = ", s.dim_v, ", .tile_q = ", s.tile_q, ", .tile_k = ", s.tile_k,
-                ", .warps = ", s.warps, ", .sharing = ", s.sharing,
-                ", .stages = ", s.stages, ", .blocks_per_sm = ", s.blocks_per_sm,
-                ", .q_in_registers = ", flag(s.q_in_registers),
-                ", .flavor = ", s.flavor, ", .aligned = ", flag(s.aligned),
+                ", .warps = ", s.warps, ", .stages = ", s.stages,
+                ", .blocks_per_sm = ", s.blocks_per_sm,
+                ", .q_in_registers = ", flag(s.q_in_registers), ", .aligned = ", flag(s.aligned),
                 ", .whole = ", flag(s.whole), ", .features = ", text(s.features), "}");
 }
 
@@ -62,10 +61,10 @@ std::string text(const BackwardSpec& s) {
   return concat("{.arch = ", s.arch, ", .element = ", element_text(s.element), ", .dim = ", s.dim,
                 ", .dim_v = ", s.dim_v, ", .tile_q = ", s.tile_q, ", .tile_k = ", s.tile_k,
                 ", .step_q = ", s.step_q, ", .warps = ", s.warps, ", .paired = ", flag(s.paired),
-                ", .sharing = ", s.sharing, ", .stages = ", s.stages, ", .blocks_per_sm = ", s.blocks_per_sm, ", .flavor = ", s.flavor,
-                ", .dq = ", flag(s.dq), ", .ordered = ", flag(s.ordered),
-                ", .aligned = ", flag(s.aligned), ", .whole = ", flag(s.whole),
-                ", .features = ", text(s.features), "}");
+                ", .sharing = ", s.sharing, ", .stages = ", s.stages,
+                ", .blocks_per_sm = ", s.blocks_per_sm, ", .dq = ", flag(s.dq),
+                ", .ordered = ", flag(s.ordered), ", .aligned = ", flag(s.aligned),
+                ", .whole = ", flag(s.whole), ", .features = ", text(s.features), "}");
 }
 
 static std::string text(const kernels::ScoreGradientsSpec& s) {

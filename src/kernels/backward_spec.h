@@ -31,7 +31,6 @@ struct BackwardSpec {
   int sharing = 1;
   int stages = 2;         // of Q and dO: with 2 the next ones are copied during a whole tile
   int blocks_per_sm = 1;  // registers are allotted for this many
-  int flavor = 0;         // of an experiment
   bool dq = true;         // dQ is wanted
   bool ordered = false;   // blocks take turns in adding to dQ, which makes its bits repeatable
   bool aligned = true;    // rows go by 16-byte copies
@@ -40,6 +39,12 @@ struct BackwardSpec {
 
   constexpr bool operator==(const BackwardSpec&) const = default;
   constexpr int threads() const { return 32 * warps; }
+  // Threads that copy Q and dO: of paired warps, those of the values, which have less to do.
+  constexpr bool values_copy() const {
+    return paired && stages == 2 && aligned && element != Element::kFloat32 &&
+           features.scale_only() && !features.mask && !features.dropout;
+  }
+  constexpr int copying_threads() const { return values_copy() ? threads() / 2 : threads(); }
   constexpr int row_bytes() const { return dim * size_bytes(element); }
   constexpr int row_bytes_v() const { return dim_v * size_bytes(element); }
   constexpr int key_warps() const { return (paired ? warps / 2 : warps) / sharing; }
@@ -90,7 +95,8 @@ struct BackwardSpec {
       return "padded head dims are multiples of 32 up to 256";
     }
     if (warps < 1 || warps > 16 || (paired && warps % 2 != 0)) return "1 to 16 warps, or pairs";
-    if (key_warps() < 1 || tile_k % (16 * key_warps()) != 0) return "each warp owns whole blocks of 16 keys";
+    if (key_warps() < 1 || tile_k % (16 * key_warps()) != 0)
+      return "each warp owns whole blocks of 16 keys";
     if (tile_q % 16 != 0 || tile_q % step_q != 0 || step_q % 16 != 0) {
       return "tiles have whole steps of whole blocks of 16 queries";
     }
@@ -99,6 +105,9 @@ struct BackwardSpec {
     if (sharing == 2 && (!paired || warps != 8 || tile_q % 32 != 0 ||
                          element == Element::kFloat32 || features.softcap || features.dropout)) {
       return "8 paired warps share keys, in 16 bits, without softcap and dropout";
+    }
+    if (sharing == 2 && (row_bytes() % 256 != 0 || row_bytes_v() % 256 != 0)) {
+      return "pairs share whole 128 bytes of columns";
     }
     if (warps_d() == 0) return "the warps cannot share dQ";
     if (stages < 1 || stages > 2) return "1 or 2 stages";

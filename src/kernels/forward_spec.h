@@ -14,28 +14,18 @@ struct ForwardSpec {
   Element element = Element::kBFloat16;  // of q, k, v and out
   int dim = 128, dim_v = 128;            // padded to whole products
   int tile_q = 128, tile_k = 64;
-  int warps = 4;
-  // Warps that share rows: each has a part of every key tile, and of the columns of out. A warp
-  // owns tile_q * sharing / warps rows.
-  int sharing = 1;
+  int warps = 4;  // each owns tile_q / warps rows
   // 1: K and V take turns, each copied while the other is used. 2: the next K and V are copied
   // during a whole tile.
   int stages = 1;
   int blocks_per_sm = 1;        // registers are allotted for this many
   bool q_in_registers = false;  // the fragments of q stay in registers
-  int flavor = 0;  // of an experiment
   bool aligned = true;          // rows go by 16-byte copies
   bool whole = true;            // the head dims are the padded ones
   Features features;
 
   constexpr bool operator==(const ForwardSpec&) const = default;
   constexpr int threads() const { return 32 * warps; }
-  constexpr int warp_rows() const { return tile_q * sharing / warps; }
-  // What sharing warps tell each other: weights as operands, then a number a row and a word each.
-  constexpr int weights_bytes() const { return warp_rows() * (tile_k / sharing) * 2; }
-  constexpr int exchange_bytes() const {
-    return sharing == 1 ? 0 : warps * (weights_bytes() + 4 * warp_rows() + 16);
-  }
   constexpr int row_bytes() const { return dim * size_bytes(element); }
   constexpr int row_bytes_v() const { return dim_v * size_bytes(element); }
   constexpr int shared_bytes() const {
@@ -44,7 +34,7 @@ struct ForwardSpec {
     const int v = tile::shared_tile_bytes(tile_k, row_bytes_v());
     const int out = tile::shared_tile_bytes(tile_q, row_bytes_v());
     const int all = q + stages * (k + v);
-    return (all > out ? all : out) + 32 + exchange_bytes();
+    return (all > out ? all : out) + 32;
   }
 
   constexpr const char* invalid() const {
@@ -54,14 +44,9 @@ struct ForwardSpec {
     if (dim % 32 != 0 || dim_v % 32 != 0 || dim < 32 || dim_v < 32 || dim > 256 || dim_v > 256) {
       return "padded head dims are multiples of 32 up to 256";
     }
-    if (sharing < 1 || sharing > 2 || warps % sharing != 0) return "1 or 2 warps share rows";
-    if (sharing == 2 && (element == Element::kFloat32 || features.dropout || warps > 8)) {
-      return "at most 4 pairs of warps share rows, in 16 bits and without dropout";
-    }
-    if (warps < 1 || warps > 16 || (tile_q * sharing) % (16 * warps) != 0) {
+    if (warps < 1 || warps > 16 || tile_q % (16 * warps) != 0) {
       return "each warp owns whole blocks of 16 rows";
     }
-    if (tile_k % (16 * sharing) != 0) return "each warp owns whole blocks of 16 keys";
     if (tile_k % 16 != 0 || tile_k < 16 || tile_k > 128) {
       return "tiles have 16 to 128 keys, a multiple of 16";
     }

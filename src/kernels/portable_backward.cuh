@@ -25,6 +25,7 @@
 
 #include "kernels/block/dq_sums.cuh"
 #include "kernels/block/hand_over.cuh"
+#include "kernels/block/key_share.cuh"
 #include "kernels/block/weights.cuh"
 #include "kernels/block/worker.cuh"
 #include "kernels/tile/poison.cuh"
@@ -203,9 +204,9 @@ struct PortableBackward : Worker {
     const int count = fact(&Facts::num_q) - i0;
     Stage& to = shared.stage[stage];
     Copy<QTile, kBy>::load(ptx::shared_address(&to.q),
-                      rows_of<kElement>(p, p.q, fact(&Facts::b), fact(&Facts::q_row) + i0, head,
-                                        count, kTileQ, p.dim),
-                      thread);
+                           rows_of<kElement>(p, p.q, fact(&Facts::b), fact(&Facts::q_row) + i0,
+                                             head, count, kTileQ, p.dim),
+                           thread);
     Copy<DoutTile, kBy>::load(
         ptx::shared_address(&to.dout),
         rows_of<kElement>(p, args.dout, fact(&Facts::b), fact(&Facts::q_row) + i0, head,
@@ -224,11 +225,10 @@ struct PortableBackward : Worker {
   // Takes what is not finite out of K, and remembers which keys those were.
   __forceinline__ void find_poison() {
     if (!fact(&Facts::hides)) return;
-    if constexpr ((kSpec.flavor & 1) != 0) {
-      if (!__syncthreads_or(tile::has_poison<KTile, kElement, kThreads>(
-              ptx::shared_address(&shared.k), thread))) {
-        return;
-      }
+    using ptx::shared_address;
+    if (!__syncthreads_or(
+            tile::has_poison<KTile, kElement, kThreads>(shared_address(&shared.k), thread))) {
+      return;
     }
     for (int key = thread; key < kTileK; key += kThreads) shared.poison[key] = 0;
     __syncthreads();
@@ -253,7 +253,10 @@ struct PortableBackward : Worker {
   }
 
   // ---- one query tile ----
-  int pair;        // which keys of the tile this warp owns, or pairs that share them own
+  __forceinline__ KeyShare<kSpec> key_share() const {
+    return {thread, ptx::shared_address(shared.exchange)};
+  }
+  int pair;  // which keys of the tile this warp owns, or pairs that share them own
   __forceinline__ int first_key() const { return pair / kSharing * kWarpKeys; }
   __forceinline__ int part() const { return pair % kSharing; }
   __forceinline__ int first_stored() const { return first_key() + part() * kStoreKeys; }
@@ -416,13 +419,14 @@ struct PortableBackward : Worker {
           differentiate_all<false, !kValues>(dp, kFeatures.softcap ? slope : s, stage, column);
         }
         if constexpr (kSpec.dq || kSharing == 2) {
-          tile::store_transposed<DsTile>(ptx::shared_address(&shared.ds[stage]), dp,
-                                         first_key(), column);
+          tile::store_transposed<DsTile>(ptx::shared_address(&shared.ds[stage]), dp, first_key(),
+                                         column);
         }
       }
       if constexpr (kSharing == 2) {
-        if constexpr (kValues) absorb_values(s, dout_base, dv);
-        if constexpr (kKeys) absorb_keys(dp, q_base, stage, dk);
+        if constexpr (kValues) key_share().absorb_values(s, dout_base, dv);
+        if constexpr (kKeys)
+          key_share().absorb_keys(dp, q_base, ptx::shared_address(&shared.ds[stage]), dk);
         return;
       }
       if constexpr (kValues) {
@@ -445,64 +449,6 @@ struct PortableBackward : Worker {
                                           [](int) {});
       }
     }
-  }
-
-  // ---- the two gradients, for pairs that share keys ----
-  // Each warp has the operands of its own queries in registers; those of the other pair's it takes
-  // from shared memory. Barriers 5 + pair and 9 + pair tell that they are there. Who a warp is is
-  // found anew each time, because registers are scarce.
-  struct Who {
-    int lane, pair;
-    __forceinline__ int part() const { return pair % kSharing; }
-    __forceinline__ int first_key() const { return pair / kSharing * kWarpKeys; }
-  };
-  __forceinline__ Who who() const {
-    const int now = ptx::opaque(thread);
-    return {now % 32, now / 32 % (kSpec.warps / 2)};
-  }
-  template <class Tile>
-  static __forceinline__ u32 columns_at(Who me, u32 tile, int part_of_queries) {
-    return tile + Op::template offset_b_trans<Tile>(me.lane) +
-           Tile::offset(part_of_queries * kWarpQueries, me.part() * (Tile::kRowBytes / kSharing));
-  }
-  template <class Tile, class Gradient, class Of>
-  static __forceinline__ void absorb_other(Gradient& gradient, u32 at, Of&& operand_of) {
-#pragma unroll
-    for (int step = 0; step < kWarpQueries / 16; ++step) {
-      typename Op::A a[kRowTiles];
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) a[m] = operand_of(m, step);
-      tile::multiply_depth<Op, Tile>(gradient, a, at + Tile::offset(16 * step, 0));
-    }
-  }
-  template <class Dv>
-  __forceinline__ void absorb_values(const Accumulators& weights, u32 dout, Dv& dv) const {
-    const Who me = who();
-    ptx::bar_arrive(5 + me.pair, 64);
-    tile::multiply_weights<Op, DoutTile>(dv, weights, columns_at<DoutTile>(me, dout, me.part()),
-                                         [](int) {});
-    const Who then = who();
-    ptx::bar_sync(5 + (then.pair ^ 1), 64);
-    const HandOver<kElement, kRowTiles, kBlocks> other{ptx::shared_address(shared.exchange),
-                                                       then.pair ^ 1, then.lane};
-    absorb_other<DoutTile>(dv, columns_at<DoutTile>(then, dout, 1 - then.part()),
-                           [&](int m, int step) { return other.operand(m, 2 * step); });
-  }
-  template <class Dk>
-  __forceinline__ void absorb_keys(const Accumulators& ds, u32 q, int stage, Dk& dk) const {
-    const Who me = who();
-    ptx::bar_arrive(9 + me.pair, 64);
-    tile::multiply_weights<Op, QTile>(dk, ds, columns_at<QTile>(me, q, me.part()), [](int) {});
-    const Who then = who();
-    ptx::bar_sync(9 + (then.pair ^ 1), 64);
-    using Rows = typename DsTile::Tile;
-    const u32 at =
-        ptx::shared_address(&shared.ds[stage]) +
-        Rows::offset(then.first_key() + tile::a_row(then.lane),
-                     (1 - then.part()) * kWarpQueries * Op::kBytes + tile::a_byte(then.lane));
-    absorb_other<QTile>(dk, columns_at<QTile>(then, q, 1 - then.part()), [&](int m, int step) {
-      return Op::load_a(at + Rows::offset(16 * m, step * Op::kDepthBytes));
-    });
   }
 
   // ---- dQ ----
@@ -553,24 +499,13 @@ struct PortableBackward : Worker {
       const Step next = settle({step.head, step.tile + 1});
       ptx::cp_async_wait<0>();
       meet();
-      constexpr bool kLate = (kSpec.flavor & 4) != 0 && !kValues;
-      constexpr bool kHalf = (kSpec.flavor & 16) != 0 && kSpec.paired;
-      const auto copy_next = [&] {
-        if constexpr (kHalf) {
-          if (kValues && present(next)) copy_rows<kThreads / 2>(next, stage ^ 1);
-        } else {
-          if (present(next)) copy_rows(next, stage ^ 1);
-        }
-      };
-      if constexpr (kSpec.stages == 2 && !kLate) copy_next();
+      if constexpr (kSpec.stages == 2 && (kValues || !kSpec.values_copy())) {
+        if (present(next)) copy_rows<kSpec.copying_threads()>(next, stage ^ 1);
+      }
       if (kSpec.stages == 1 && last.head >= 0) copy_rows(step, 0);
       ptx::cp_async_commit();
       pass_turn();
       if (last.head >= 0) add_dq(last, kSpec.stages == 2 ? stage ^ 1 : 0);
-      if constexpr (kSpec.stages == 2 && kLate) {
-        copy_next();
-        ptx::cp_async_commit();
-      }
       if constexpr (kSpec.stages == 1) {
         ptx::cp_async_wait<0>();
         meet();

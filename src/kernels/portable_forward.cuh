@@ -21,7 +21,6 @@
 // them get them. Sequences have fewer than 2^31 rows; only addresses are 64-bit.
 #pragma once
 
-#include "kernels/block/row_share.cuh"
 #include "kernels/block/scores.cuh"
 #include "kernels/block/worker.cuh"
 #include "kernels/forward_spec.h"
@@ -31,13 +30,6 @@
 
 namespace onefold::kernels {
 
-template <int kBytes>
-struct ExchangeRoom {
-  alignas(16) unsigned char exchange[kBytes];
-};
-template <>
-struct ExchangeRoom<0> {};
-
 template <ForwardSpec kSpec>
 struct PortableForward : Worker {
   // ---- facts ----
@@ -46,19 +38,14 @@ struct PortableForward : Worker {
   static constexpr Features kFeatures = kSpec.features;
   using Op = tile::Operand<kElement>;
   static constexpr int kThreads = kSpec.threads();
-  static constexpr int kSharing = kSpec.sharing;
-  static constexpr int kWarpRows = kSpec.warp_rows();
-  static constexpr int kRowTiles = kWarpRows / 16;
-  static constexpr int kStoreRows = kWarpRows / kSharing;  // that it stores
-  static constexpr int kWarpKeys = kSpec.tile_k / kSharing;
-  static constexpr int kBlocks = kWarpKeys / 8;
-  static constexpr int kWarpColumns = kSpec.dim_v / kSharing;
-  static constexpr int kOutBlocks = kWarpColumns / 8;
+  static constexpr int kRowTiles = kSpec.tile_q / (16 * kSpec.warps);
+  static constexpr int kWarpRows = 16 * kRowTiles;
+  static constexpr int kBlocks = kSpec.tile_k / 8;
+  static constexpr int kOutBlocks = kSpec.dim_v / 8;
   static constexpr int kQSteps = kSpec.q_in_registers ? kSpec.dim / Op::kDepth : 1;
   // Float32 with many columns: what depends on the thread is found anew where it is used, because
   // kept through the loop it would cost registers that there are not.
   static constexpr bool kScarce = kElement == Element::kFloat32 && kSpec.dim_v > 128;
-  static constexpr bool kQuick = (kSpec.flavor & 1) != 0, kLateV = (kSpec.flavor & 2) != 0;
   static constexpr float kExactLog2 = 4096.0f;  // beyond, c * s - c * ref is not exact enough
   static constexpr float kLargest = 3.402823466e38f;
 
@@ -67,7 +54,7 @@ struct PortableForward : Worker {
   using KTile = tile::SharedTile<kSpec.tile_k, kSpec.row_bytes()>;
   using VTile = tile::SharedTile<kSpec.tile_k, kSpec.row_bytes_v()>;
   using OutTile = tile::SharedTile<kSpec.tile_q, kSpec.row_bytes_v()>;
-  using WarpOutTile = tile::SharedTile<kStoreRows, kSpec.row_bytes_v()>;
+  using WarpOutTile = tile::SharedTile<kWarpRows, kSpec.row_bytes_v()>;
   struct Tiles {
     QTile q;
     KTile k[kSpec.stages];
@@ -80,8 +67,7 @@ struct PortableForward : Worker {
     int full_begin, full_end;  // key tiles that every row sees
     int hides;                 // some of these keys are hidden from some row
   };
-  using Share = RowShare<kElement, kRowTiles, kWarpKeys / 16>;
-  struct Shared : ExchangeRoom<kSpec.exchange_bytes()> {
+  struct Shared {
     union {
       Tiles tiles;
       OutTile out;
@@ -106,13 +92,6 @@ struct PortableForward : Worker {
 
   __forceinline__ PortableForward(const ForwardArguments& arguments, unsigned char* memory)
       : args(arguments), p(arguments.problem), shared(*reinterpret_cast<Shared*>(memory)) {}
-
-  // Warps that share rows are neighbours.
-  __forceinline__ int group() const { return warp / kSharing; }
-  __forceinline__ int part() const { return kSharing == 1 ? 0 : warp % kSharing; }
-  __forceinline__ int first_key(int tile) const {
-    return tile * kSpec.tile_k + part() * kWarpKeys;
-  }
 
   __forceinline__ int fact(int Facts::*which) const {
     return static_cast<int>(ptx::ld_shared_32(ptx::shared_address(&(shared.facts.*which))));
@@ -206,8 +185,7 @@ struct PortableForward : Worker {
     f.tile_end = tile_end;
     f.full_begin = static_cast<int>((range.full_begin + kTile - 1) / kTile);
     f.full_end = static_cast<int>(range.full_end / kTile);
-    band_hides = range.full_begin > range.begin || range.full_end < range.end;
-    f.hides = band_hides;
+    f.hides = range.full_begin > range.begin || range.full_end < range.end;
     if (thread == 0) shared.facts = f;
     __syncthreads();
   }
@@ -248,19 +226,19 @@ struct PortableForward : Worker {
   __forceinline__ void score(float (&s)[kRowTiles][kBlocks][4], const Scores<kFeatures>& scores,
                              int tile, int stage) {
     tile::clear(s);
-    const u32 k_at = tile::b_address<KTile>(ptx::shared_address(&shared.tiles.k[stage])) +
-                     KTile::offset(part() * kWarpKeys, 0);
+    const u32 k_at = tile::b_address<KTile>(ptx::shared_address(&shared.tiles.k[stage]));
     if constexpr (kSpec.q_in_registers) {
       tile::multiply_rows<Op, KTile>(s, q, k_at);
     } else {
       u32 at_q = q_at;
       if constexpr (kScarce) {
         at_q = tile::a_address<QTile>(ptx::shared_address(&shared.tiles.q),
-                                      thread_now() / 32 / kSharing * kWarpRows);
+                                      thread_now() / 32 * kWarpRows);
       }
       tile::multiply_rows<Op, QTile, KTile>(s, at_q, k_at);
     }
-    const Positions positions{fact(&Facts::row0) + group() * kWarpRows, first_key(tile), lengths()};
+    const Positions positions{fact(&Facts::row0) + warp * kWarpRows, i64{tile} * kSpec.tile_k,
+                              lengths()};
     if constexpr (Scores<kFeatures>::kNatural) {
       positions.for_each(p.readable, [&](int m, int n, int idx, i64 i, i64 j, float distance) {
         float& x = s[m][n][idx];
@@ -290,30 +268,7 @@ struct PortableForward : Worker {
   __forceinline__ void raise_references(float (&s)[kRowTiles][kBlocks][4], Mufu factor,
                                         Mufu (&against)[kRowTiles][2]) {
     float top[kRowTiles][2];
-    if constexpr ((kSpec.flavor & 8) != 0) {
-      find_tops(s, top);
-      float keep[kRowTiles][2];
-      bool moved = false;
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const Mufu most{tile::quad_max(top[m][half])};
-          keep[m][half] = raise(state[m][half], most, factor, gauge()).x;
-          moved |= keep[m][half] != 1.0f;
-        }
-      }
-      if (__any_sync(tile::kAllLanes, moved)) {
-        for_each(out, [&](float& x, int m, int half) { x *= keep[m][half]; });
-      }
-    } else if (find_tops(s, top)) {
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        top[m][0] = tile::quad_max(top[m][0]);
-        top[m][1] = tile::quad_max(top[m][1]);
-      }
-      raise_to(top, factor);
-    }
+    if (find_tops(s, top)) raise_to(top, factor);
     find_against(s, factor, against);
   }
   __forceinline__ LaggingBy<Mufu> gauge() const {
@@ -347,7 +302,8 @@ struct PortableForward : Worker {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        keep[m][half] = raise(state[m][half], Mufu{top[m][half]}, factor, gauge()).x;
+        keep[m][half] =
+            raise(state[m][half], Mufu{tile::quad_max(top[m][half])}, factor, gauge()).x;
       }
     }
     for_each(out, [&](float& x, int m, int half) { x *= keep[m][half]; });
@@ -395,7 +351,6 @@ struct PortableForward : Worker {
   // just before their product, so that they overlap with the product of the keys before.
   __forceinline__ void absorb(float (&s)[kRowTiles][kBlocks][4], int tile, int stage,
                               float to_base_2) {
-    if constexpr (kSharing == 2) return absorb_shared(s, stage, to_base_2);
     const Mufu factor{to_base_2};
     Mufu against[kRowTiles][2];
     raise_references(s, factor, against);
@@ -421,116 +376,10 @@ struct PortableForward : Worker {
     });
   }
 
-  // ---- the same for warps that share rows ----
-  __forceinline__ Share share() const {
-    if constexpr (kSharing == 2) {
-      return {ptx::shared_address(shared.exchange), group(), part(), lane};
-    } else {
-      return {0, 0, 0, 0};
-    }
-  }
-  using WarpWeights = typename Op::A[kWarpKeys / 16][kRowTiles];
-  // Scores of a depth of this warp's keys become weights, which the other warp is given, too.
-  __forceinline__ void give_weights(float (&s)[kRowTiles][kBlocks][4], int step, Mufu factor,
-                                    const Mufu (&against)[kRowTiles][2], WarpWeights& weights) {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int idx = 0; idx < 8; ++idx) {
-        float& x = s[m][2 * step + idx / 4][idx % 4];
-        x = weight_from(Mufu{x} * factor, against[m][idx / 2 % 2]).x;
-        state[m][idx / 2 % 2].sum.x += x;
-      }
-      weights[step][m] = Op::from_accumulators(&s[m][2 * step]);
-      share().give_weights(step, m, weights[step][m]);
-    }
-  }
-  // O += P V for a depth of the keys of this warp or of the other.
-  template <class Of>
-  __forceinline__ void multiply_step(int of, int step, int stage, Of&& weights_of) {
-    const u32 v_at =
-        tile::b_trans_address<Op, VTile>(ptx::shared_address(&shared.tiles.v[stage])) +
-        VTile::offset(of * kWarpKeys, part() * kWarpColumns * Op::kBytes);
-    typename Op::A a[kRowTiles];
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) a[m] = weights_of(step, m);
-    tile::multiply_depth<Op, VTile>(out, a, v_at + VTile::offset(16 * step, 0));
-  }
-  template <class Of>
-  __forceinline__ void multiply_part(int of, int stage, Of&& weights_of) {
-#pragma unroll
-    for (int step = 0; step < kWarpKeys / 16; ++step) multiply_step(of, step, stage, weights_of);
-  }
-  // The weights of this warp go to the other and to O. They have all been told of before the last
-  // product, so that the other warp need not wait.
-  template <class Of>
-  __forceinline__ void absorb_own(float (&s)[kRowTiles][kBlocks][4], int stage, Mufu factor,
-                                  WarpWeights& weights, Of&& own, bool met) {
-    constexpr int kSteps = kWarpKeys / 16;
-    Mufu against[kRowTiles][2];
-    find_against(s, factor, against);
-    if constexpr ((kSpec.flavor & 32) != 0) {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        give_weights(s, step, factor, against, weights);
-        if (step < kSteps - 1) multiply_step(part(), step, stage, own);
-      }
-      met ? share().meet() : share().tell();
-      multiply_step(part(), kSteps - 1, stage, own);
-    } else {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) give_weights(s, step, factor, against, weights);
-      met ? share().meet() : share().tell();
-      multiply_part(part(), stage, own);
-    }
-  }
-  // Weights against the references that both warps have go at once. Only when one of them has a
-  // score that lies too far above, they agree on new references first.
-  __forceinline__ void absorb_shared(float (&s)[kRowTiles][kBlocks][4], int stage,
-                                     float to_base_2) {
-    const Mufu factor{to_base_2};
-    const Share other = share();
-    float top[kRowTiles][2];
-    const bool raises = find_tops(s, top);
-    WarpWeights weights;
-    const auto own = [&](int step, int m) { return weights[step][m]; };
-    const auto given = [&](int step, int m) { return other.take_weights(step, m); };
-    other.give_word(raises);
-    if (raises) {
-      other.tell();
-    } else {
-      absorb_own(s, stage, factor, weights, own, false);
-    }
-    other.hear();
-    const bool other_raises = other.take_word() != 0;
-    if (!other_raises) multiply_part(1 - part(), stage, given);
-    if (!raises && !other_raises) return;
-    float theirs[kRowTiles][2];
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      top[m][0] = tile::quad_max(top[m][0]);
-      top[m][1] = tile::quad_max(top[m][1]);
-    }
-    other.give_rows(top);
-    other.meet();
-    other.take_rows(theirs);
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      top[m][0] = ::fmaxf(top[m][0], theirs[m][0]);
-      top[m][1] = ::fmaxf(top[m][1], theirs[m][1]);
-    }
-    raise_to(top, factor);
-    if (raises) {
-      absorb_own(s, stage, factor, weights, own, true);
-    } else {
-      other.meet();
-    }
-    if (other_raises) multiply_part(1 - part(), stage, given);
-  }
-
   // Only kept weights meet V.
   __forceinline__ void drop(float (&s)[kRowTiles][kBlocks][4], int tile) {
-    const Positions positions{fact(&Facts::row0) + group() * kWarpRows, first_key(tile), lengths()};
+    const Positions positions{fact(&Facts::row0) + warp * kWarpRows, i64{tile} * kSpec.tile_k,
+                              lengths()};
     for_each_kept(positions, at, seed, args.keep_threshold, [&](int m, int n, int idx, bool kept) {
       if (!kept) s[m][n][idx] = 0.0f;
     });
@@ -547,7 +396,7 @@ struct PortableForward : Worker {
 
   // Some row is not finite although its weights are, and not every key was visible to every row.
   __forceinline__ bool must_run_again() {
-    if (!kFeatures.hides() && (kQuick ? fact(&Facts::hides) == 0 : !band_hides)) return false;
+    if (!kFeatures.hides() && fact(&Facts::hides) == 0) return false;
     float nothing[kRowTiles][2] = {};
     for_each(out, [&](float& x, int m, int half) { nothing[m][half] += x * 0.0f; });
     bool bad = false;
@@ -573,16 +422,15 @@ struct PortableForward : Worker {
       if constexpr (kSpec.stages == 2) copy_v(tile, 0);
     }
     ptx::cp_async_commit();
-    if constexpr (kQuick) {
-      if (!careful && (kSpec.q_in_registers || p.q_factor != 1.0f)) {
-        ptx::cp_async_wait<1>();
+    // Q was asked for before K: the first copies of K are under way meanwhile.
+    if (!careful && (kSpec.q_in_registers || p.q_factor != 1.0f)) {
+      ptx::cp_async_wait<1>();
+      __syncthreads();
+      if (p.q_factor != 1.0f) {
+        factor_q();
         __syncthreads();
-        if (p.q_factor != 1.0f) {
-          factor_q();
-          __syncthreads();
-        }
-        load_q();
       }
+      load_q();
     }
 #pragma unroll 1
     while (tile < fact(&Facts::tile_end)) {
@@ -592,22 +440,18 @@ struct PortableForward : Worker {
       if constexpr (kSpec.stages == 2) {
         if (next < fact(&Facts::tile_end)) {
           copy_k(next, stage ^ 1);
-          if constexpr (!kLateV) copy_v(next, stage ^ 1);
+          copy_v(next, stage ^ 1);
         }
       } else {
         copy_v(tile, 0);
       }
-      if constexpr (kSpec.stages == 1 || !kLateV) ptx::cp_async_commit();
+      ptx::cp_async_commit();
       float s[kRowTiles][kBlocks][4];
       score(s, scores, tile, stage);
       if constexpr (kSpec.stages == 1) {
         ptx::cp_async_wait<0>();
         __syncthreads();
         if (next < fact(&Facts::tile_end)) copy_k(next, 0);
-        ptx::cp_async_commit();
-      }
-      if constexpr (kSpec.stages == 2 && kLateV) {
-        if (next < fact(&Facts::tile_end)) copy_v(next, stage ^ 1);
         ptx::cp_async_commit();
       }
       if (careful) take_poison(stage);
@@ -622,25 +466,14 @@ struct PortableForward : Worker {
   // ---- finish ----
   __forceinline__ void finish() {
     const float to_base_2 = Scores<kFeatures>::to_base_2(p);
-    float sum[kRowTiles][2], theirs[kRowTiles][2] = {};
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) sum[m][half] = tile::quad_sum(state[m][half].sum.x);
-    }
-    if constexpr (kSharing == 2) {
-      share().give_rows(sum);
-      share().meet();
-      share().take_rows(theirs);
-    }
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = row0 + group() * kWarpRows + 16 * m + 8 * half + lane / 4;
+        const int row = row0 + warp * kWarpRows + 16 * m + 8 * half + lane / 4;
         const bool used = row < at.n.q;
         const float ref = state[m][half].ref.x;
-        Softmax<Mufu> total{{ref * to_base_2}, {sum[m][half] + theirs[m][half]}};
+        Softmax<Mufu> total{{ref * to_base_2}, {tile::quad_sum(state[m][half].sum.x)}};
         // A bias may be so small that it is minus infinity in base 2: the row is not empty for
         // that.
         const bool below = ref > kEmpty<float> && total.ref.x == kEmpty<float>;
@@ -671,7 +504,7 @@ struct PortableForward : Worker {
             x = empty || args.keep_scale == 0.0f ? 0.0f : x * factor;
           }
         }
-        if (args.lse.data != nullptr && lane % 4 == 0 && part() == 0 && row < num_rows) {
+        if (args.lse.data != nullptr && lane % 4 == 0 && row < num_rows) {
           const i64 b = packed() ? 0 : at.b;
           args.lse.data[b * args.lse.batch + at.h * args.lse.head +
                         (q_row + row - row0) * args.lse.row] = empty ? kEmpty<float> : natural;
@@ -684,13 +517,10 @@ struct PortableForward : Worker {
   // Out leaves through shared memory, each warp its own rows, so that whole rows go in 16-byte
   // pieces.
   __forceinline__ u32 warp_out() const {
-    return ptx::shared_address(&shared.out) + OutTile::offset(warp * kStoreRows, 0);
+    return ptx::shared_address(&shared.out) + OutTile::offset(warp * kWarpRows, 0);
   }
   __forceinline__ void stage_out() {
-    const u32 to = ptx::shared_address(&shared.out) +
-                   OutTile::offset(group() * kWarpRows, part() * kWarpColumns * Op::kBytes);
-    stage_rows<OutTile, kElement>(to, lane, out, [](float number) { return number; });
-    if constexpr (kSharing == 2) share().meet();
+    stage_rows<OutTile, kElement>(warp_out(), lane, out, [](float number) { return number; });
   }
 
   // Values that are not finite, for the rows that see them. What a weight multiplies them by is
@@ -704,8 +534,8 @@ struct PortableForward : Worker {
       tile::for_poison<kElement>(v.data, v.dim, p.dim_v, [&](int word, float low, float high) {
         const u32 where = warp_out() + 4 * word;
 #pragma unroll 1
-        for (int row = 0; row < kStoreRows; ++row) {
-          const int i = row0 + warp * kStoreRows + row;
+        for (int row = 0; row < kWarpRows; ++row) {
+          const int i = row0 + warp * kWarpRows + row;
           const KeyInterval keys = key_interval(p.variant, at.n, i);
           if (i >= at.n.q || key < keys.begin || key >= keys.end) continue;
           if (kFeatures.hides() && scores.hidden(i, key)) continue;
@@ -719,15 +549,20 @@ struct PortableForward : Worker {
   }
 
   __forceinline__ void store_out() const {
-    const int first = row0 + warp * kStoreRows;
+    const int first = row0 + warp * kWarpRows;
     if (first >= num_rows) return;
     OutCopy::store(
         warp_out(),
-        rows_at(args.out, q_row + warp * kStoreRows, at.h, num_rows - first, kStoreRows, p.dim_v),
+        rows_at(args.out, q_row + warp * kWarpRows, at.h, num_rows - first, kWarpRows, p.dim_v),
         lane);
   }
 
-  __forceinline__ void run_quick() {
+  // Where this block works is found anew for each act: it costs little, and what is kept from one
+  // act to the next costs registers that the loop in between needs.
+  __forceinline__ void run() {
+    if (!locate()) return;
+    if constexpr (kFeatures.dropout) seed = p.seed != nullptr ? *p.seed : p.variant.seed;
+    q_at = tile::a_address<QTile>(ptx::shared_address(&shared.tiles.q), warp * kWarpRows);
     find_keys();
     copy_q();
     ptx::cp_async_commit();
@@ -747,41 +582,6 @@ struct PortableForward : Worker {
       find_keys();
       spread_poison(Scores<kFeatures>(p, at));
     }
-    store_out();
-  }
-
-  // Where this block works is found anew for each act: it costs little, and what is kept from one
-  // act to the next costs registers that the loop in between needs.
-  __forceinline__ void run() {
-    if (!locate()) return;
-    if constexpr (kFeatures.dropout) seed = p.seed != nullptr ? *p.seed : p.variant.seed;
-    q_at = tile::a_address<QTile>(ptx::shared_address(&shared.tiles.q), group() * kWarpRows);
-    if constexpr (kQuick) return run_quick();
-    copy_q();
-    if (kSpec.q_in_registers || p.q_factor != 1.0f) {
-      ptx::cp_async_commit();
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-      if (p.q_factor != 1.0f) {
-        factor_q();
-        __syncthreads();
-      }
-      load_q();
-    }
-    bool careful = false;
-#pragma unroll 1
-    while (true) {
-      locate();
-      find_keys();
-      find_key_rows();
-      attend(Scores<kFeatures>(p, at), careful);
-      locate();
-      find_keys();
-      if (careful || !must_run_again()) break;
-      careful = true;
-    }
-    finish();
-    if (careful && args.keep_scale != 0.0f) spread_poison(Scores<kFeatures>(p, at));
     store_out();
   }
 };

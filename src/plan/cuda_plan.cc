@@ -1,8 +1,6 @@
 #include "plan/cuda_plan.h"
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 
 #include "onefold/error.h"
 
@@ -77,6 +75,7 @@ struct BackwardTiles {
   int tile_q, tile_k, step_q, warps;
   bool paired;
   int stages, blocks_per_sm;
+  int sharing = 1;
 };
 struct BackwardRow {
   int most_dim;
@@ -85,8 +84,9 @@ struct BackwardRow {
 constexpr BackwardRow kBackwardPlain16[] = {
     {64, {64, 128, 32, 4, false, 2, 2}}, {64, {32, 128, 32, 4, false, 2, 1}},
     {128, {64, 128, 64, 8, true, 2, 1}}, {128, {32, 128, 32, 8, true, 2, 1}},
-    {128, {32, 64, 32, 4, true, 2, 1}},  {256, {64, 64, 64, 8, true, 2, 1}},
-    {256, {32, 64, 32, 8, true, 2, 1}},  {256, {32, 32, 32, 4, true, 1, 1}},
+    {128, {32, 64, 32, 4, true, 2, 1}},  {256, {64, 64, 64, 8, true, 2, 1, 2}},
+    {256, {64, 64, 64, 8, true, 2, 1}},  {256, {32, 64, 32, 8, true, 2, 1}},
+    {256, {32, 32, 32, 4, true, 1, 1}},
 };
 constexpr BackwardRow kBackwardOptions16[] = {
     {64, {32, 128, 32, 8, true, 2, 1}}, {128, {32, 128, 32, 8, true, 2, 1}},
@@ -118,6 +118,7 @@ void set(BackwardSpec& spec, const BackwardTiles& tiles) {
   spec.step_q = tiles.step_q;
   spec.warps = tiles.warps;
   spec.paired = tiles.paired;
+  spec.sharing = tiles.sharing;
   spec.stages = tiles.stages;
   spec.blocks_per_sm = tiles.blocks_per_sm;
 }
@@ -321,14 +322,6 @@ ForwardPlan plan_cuda_forward(const Problem& p, const ForwardTensors& t, const C
                      : has_many(spec.features)         ? choose(kMany16, facts, spec)
                                                        : choose(kOptions16, facts, spec);
   if (!found) no_tile_fits(p, facts);
-  if (const char* text = std::getenv("ONEFOLD_TRY_FORWARD"); text != nullptr && *text != 0) {
-    int qr = 0;
-    if (std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d", &spec.tile_q, &spec.tile_k, &spec.warps,
-                    &spec.sharing, &spec.stages, &spec.blocks_per_sm, &qr, &spec.flavor) != 8 ||
-        (spec.q_in_registers = qr != 0, spec.invalid() != nullptr)) {
-      unsupported("ONEFOLD_TRY_FORWARD ", text);
-    }
-  }
   plan.query_tiles = tiles_of(p, p.rows_q, spec.tile_q);
   plan.blocks = plan.query_tiles * p.heads_q * (p.packed ? 1 : p.batch);
   check_blocks(plan.blocks);
@@ -360,15 +353,6 @@ BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t, bool
                      : many                            ? choose(kBackwardMany16, facts, spec)
                                                        : choose(kBackwardOptions16, facts, spec);
   if (!found) no_tile_fits(p, facts);
-  if (const char* text = std::getenv("ONEFOLD_TRY_BACKWARD"); text != nullptr && *text != 0) {
-    int paired = 0;
-    if (std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d,%d", &spec.tile_q, &spec.tile_k, &spec.step_q,
-                    &spec.warps, &paired, &spec.sharing, &spec.stages, &spec.blocks_per_sm,
-                    &spec.flavor) != 9 ||
-        (spec.paired = paired != 0, spec.invalid() != nullptr)) {
-      unsupported("ONEFOLD_TRY_BACKWARD ", text);
-    }
-  }
   return plan_cuda_backward(p, t, spec, facts);
 }
 
