@@ -168,7 +168,6 @@ struct PortableForward : Worker {
 
   // ---- which key tiles ----
   int tile_begin, tile_end;  // seen by some row
-  bool band_hides;           // some of these keys are hidden from some row
 
   __forceinline__ void find_keys() {
     constexpr i64 kTile = kSpec.tile_k;
