@@ -95,8 +95,9 @@ struct BackwardSpec {
       return "padded head dims are multiples of 32 up to 256";
     }
     if (warps < 1 || warps > 16 || (paired && warps % 2 != 0)) return "1 to 16 warps, or pairs";
-    if (key_warps() < 1 || tile_k % (16 * key_warps()) != 0)
+    if (key_warps() < 1 || tile_k % (16 * key_warps()) != 0) {
       return "each warp owns whole blocks of 16 keys";
+    }
     if (tile_q % 16 != 0 || tile_q % step_q != 0 || step_q % 16 != 0) {
       return "tiles have whole steps of whole blocks of 16 queries";
     }
@@ -106,9 +107,8 @@ struct BackwardSpec {
                          element == Element::kFloat32 || features.softcap || features.dropout)) {
       return "8 paired warps share keys, in 16 bits, without softcap and dropout";
     }
-    if (sharing == 2 && (row_bytes() % 256 != 0 || row_bytes_v() % 256 != 0)) {
-      return "pairs share whole 128 bytes of columns";
-    }
+    // Halves of a row are whole swizzled pieces of 128 bytes.
+    if (sharing == 2 && (dim != 256 || dim_v != 256)) return "pairs share keys of head dim 256";
     if (warps_d() == 0) return "the warps cannot share dQ";
     if (stages < 1 || stages > 2) return "1 or 2 stages";
     if (shared_bytes() > 227 * 1024) return "the tiles exceed the shared memory of any device";

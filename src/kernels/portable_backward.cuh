@@ -13,7 +13,7 @@
 // "Are here" is cp.async.wait_group by every thread and then the block's barrier, the only one of
 // an iteration: it also tells that dS of the tile before is complete. Paired warps share their
 // keys: the first computes P and dV and hands P over in shared memory (barrier 1 + pair), the
-// second computes dP, dS and dK.
+// second computes dP, dS and dK. Two such pairs may share keys (block/key_share.cuh).
 //
 // What is not finite must reach only what sees it. A row whose lse or delta is not finite is
 // flagged: where a tile hides something, Q and dO are then cleared of such numbers, so that they do
@@ -225,9 +225,8 @@ struct PortableBackward : Worker {
   // Takes what is not finite out of K, and remembers which keys those were.
   __forceinline__ void find_poison() {
     if (!fact(&Facts::hides)) return;
-    using ptx::shared_address;
-    if (!__syncthreads_or(
-            tile::has_poison<KTile, kElement, kThreads>(shared_address(&shared.k), thread))) {
+    const u32 keys = ptx::shared_address(&shared.k);
+    if (!__syncthreads_or(tile::has_poison<KTile, kElement, kThreads>(keys, thread))) {
       return;
     }
     for (int key = thread; key < kTileK; key += kThreads) shared.poison[key] = 0;
@@ -425,8 +424,9 @@ struct PortableBackward : Worker {
       }
       if constexpr (kSharing == 2) {
         if constexpr (kValues) key_share().absorb_values(s, dout_base, dv);
-        if constexpr (kKeys)
+        if constexpr (kKeys) {
           key_share().absorb_keys(dp, q_base, ptx::shared_address(&shared.ds[stage]), dk);
+        }
         return;
       }
       if constexpr (kValues) {
