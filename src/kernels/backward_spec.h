@@ -39,10 +39,12 @@ struct BackwardSpec {
 
   constexpr bool operator==(const BackwardSpec&) const = default;
   constexpr int threads() const { return 32 * warps; }
+  constexpr bool plain() const {
+    return features.scale_only() && !features.mask && !features.dropout;
+  }
   // Threads that copy Q and dO: of paired warps, those of the values, which have less to do.
   constexpr bool values_copy() const {
-    return paired && stages == 2 && aligned && element != Element::kFloat32 &&
-           features.scale_only() && !features.mask && !features.dropout;
+    return paired && stages == 2 && aligned && element != Element::kFloat32 && plain();
   }
   constexpr int copying_threads() const { return values_copy() ? threads() / 2 : threads(); }
   constexpr int row_bytes() const { return dim * size_bytes(element); }
@@ -108,6 +110,7 @@ struct BackwardSpec {
       return "8 paired warps share keys, in 16 bits, without softcap and dropout";
     }
     // Halves of a row are whole swizzled pieces of 128 bytes.
+    if (sharing == 2 && ordered) return "turns need registers that pairs that share keys lack";
     if (sharing == 2 && (dim != 256 || dim_v != 256)) return "pairs share keys of head dim 256";
     if (warps_d() == 0) return "the warps cannot share dQ";
     if (stages < 1 || stages > 2) return "1 or 2 stages";

@@ -225,9 +225,9 @@ struct PortableBackward : Worker {
   // Takes what is not finite out of K, and remembers which keys those were.
   __forceinline__ void find_poison() {
     if (!fact(&Facts::hides)) return;
-    const u32 keys = ptx::shared_address(&shared.k);
-    if (!__syncthreads_or(tile::has_poison<KTile, kElement, kThreads>(keys, thread))) {
-      return;
+    if constexpr (kSpec.plain()) {  // a quick look; options lack the registers for it
+      const u32 keys = ptx::shared_address(&shared.k);
+      if (!__syncthreads_or(tile::has_poison<KTile, kElement, kThreads>(keys, thread))) return;
     }
     for (int key = thread; key < kTileK; key += kThreads) shared.poison[key] = 0;
     __syncthreads();

@@ -46,6 +46,8 @@ struct PortableForward : Worker {
   // Float32 with many columns: what depends on the thread is found anew where it is used, because
   // kept through the loop it would cost registers that there are not.
   static constexpr bool kScarce = kElement == Element::kFloat32 && kSpec.dim_v > 128;
+  // Q in registers: K is asked for before Q is waited for. Elsewhere that costs registers.
+  static constexpr bool kEarlyK = kSpec.q_in_registers;
   static constexpr float kExactLog2 = 4096.0f;  // beyond, c * s - c * ref is not exact enough
   static constexpr float kLargest = 3.402823466e38f;
 
@@ -422,7 +424,7 @@ struct PortableForward : Worker {
     }
     ptx::cp_async_commit();
     // Q was asked for before K: the first copies of K are under way meanwhile.
-    if (!careful && (kSpec.q_in_registers || p.q_factor != 1.0f)) {
+    if (kEarlyK && !careful) {
       ptx::cp_async_wait<1>();
       __syncthreads();
       if (p.q_factor != 1.0f) {
@@ -562,25 +564,33 @@ struct PortableForward : Worker {
     if (!locate()) return;
     if constexpr (kFeatures.dropout) seed = p.seed != nullptr ? *p.seed : p.variant.seed;
     q_at = tile::a_address<QTile>(ptx::shared_address(&shared.tiles.q), warp * kWarpRows);
-    find_keys();
+    if constexpr (kEarlyK) find_keys();
     copy_q();
-    ptx::cp_async_commit();
-    find_key_rows();
+    if (kEarlyK || p.q_factor != 1.0f) ptx::cp_async_commit();
+    if constexpr (kEarlyK) {
+      find_key_rows();
+    } else if (p.q_factor != 1.0f) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      factor_q();
+      __syncthreads();
+    }
     bool careful = false;
 #pragma unroll 1
     while (true) {
+      if (!kEarlyK || careful) {
+        locate();
+        find_keys();
+        find_key_rows();
+      }
       attend(Scores<kFeatures>(p, at), careful);
       locate();
+      find_keys();
       if (careful || !must_run_again()) break;
       careful = true;
-      find_keys();
-      find_key_rows();
     }
     finish();
-    if (careful && args.keep_scale != 0.0f) {
-      find_keys();
-      spread_poison(Scores<kFeatures>(p, at));
-    }
+    if (careful && args.keep_scale != 0.0f) spread_poison(Scores<kFeatures>(p, at));
     store_out();
   }
 };
