@@ -42,9 +42,12 @@ struct BackwardSpec {
   constexpr bool plain() const {
     return features.scale_only() && !features.mask && !features.dropout;
   }
+  // Whether registers are left for what makes it faster: with options, or turns and wide heads,
+  // the compiler would spill.
+  constexpr bool roomy() const { return plain() && !(ordered && (dim > 128 || dim_v > 128)); }
   // Threads that copy Q and dO: of paired warps, those of the values, which have less to do.
   constexpr bool values_copy() const {
-    return paired && stages == 2 && aligned && element != Element::kFloat32 && plain();
+    return paired && stages == 2 && aligned && element != Element::kFloat32 && roomy();
   }
   constexpr int copying_threads() const { return values_copy() ? threads() / 2 : threads(); }
   constexpr int row_bytes() const { return dim * size_bytes(element); }

@@ -225,7 +225,7 @@ struct PortableBackward : Worker {
   // Takes what is not finite out of K, and remembers which keys those were.
   __forceinline__ void find_poison() {
     if (!fact(&Facts::hides)) return;
-    if constexpr (kSpec.plain()) {  // a quick look; options lack the registers for it
+    if constexpr (kSpec.roomy()) {  // a quick look
       const u32 keys = ptx::shared_address(&shared.k);
       if (!__syncthreads_or(tile::has_poison<KTile, kElement, kThreads>(keys, thread))) return;
     }
