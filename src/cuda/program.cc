@@ -61,10 +61,10 @@ std::string text(const BackwardSpec& s) {
   return concat("{.arch = ", s.arch, ", .element = ", element_text(s.element), ", .dim = ", s.dim,
                 ", .dim_v = ", s.dim_v, ", .tile_q = ", s.tile_q, ", .tile_k = ", s.tile_k,
                 ", .step_q = ", s.step_q, ", .warps = ", s.warps, ", .paired = ", flag(s.paired),
-                ", .stages = ", s.stages, ", .blocks_per_sm = ", s.blocks_per_sm,
-                ", .dq = ", flag(s.dq), ", .ordered = ", flag(s.ordered),
-                ", .aligned = ", flag(s.aligned), ", .whole = ", flag(s.whole),
-                ", .features = ", text(s.features), "}");
+                ", .sharing = ", s.sharing, ", .stages = ", s.stages,
+                ", .blocks_per_sm = ", s.blocks_per_sm, ", .dq = ", flag(s.dq),
+                ", .ordered = ", flag(s.ordered), ", .aligned = ", flag(s.aligned),
+                ", .whole = ", flag(s.whole), ", .features = ", text(s.features), "}");
 }
 
 static std::string text(const kernels::ScoreGradientsSpec& s) {

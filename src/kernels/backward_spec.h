@@ -27,6 +27,8 @@ struct BackwardSpec {
   // A warp owns keys. Paired: one warp computes P and dV, another dP, dS and dK of the same keys,
   // so that each has the registers for one gradient only.
   bool paired = true;
+  // Pairs that share keys: each has a part of the queries of a tile, and of the columns of dK, dV.
+  int sharing = 1;
   int stages = 2;         // of Q and dO: with 2 the next ones are copied during a whole tile
   int blocks_per_sm = 1;  // registers are allotted for this many
   bool dq = true;         // dQ is wanted
@@ -37,9 +39,17 @@ struct BackwardSpec {
 
   constexpr bool operator==(const BackwardSpec&) const = default;
   constexpr int threads() const { return 32 * warps; }
+  // Whether registers are left for what makes it faster: with options, or turns and wide heads,
+  // the compiler would spill.
+  constexpr bool roomy() const { return features.plain() && !(ordered && (dim > 128 || dim_v > 128)); }
+  // Threads that copy Q and dO: of paired warps, those of the values, which have less to do.
+  constexpr bool values_copy() const {
+    return paired && stages == 2 && aligned && element != Element::kFloat32 && roomy();
+  }
+  constexpr int copying_threads() const { return values_copy() ? threads() / 2 : threads(); }
   constexpr int row_bytes() const { return dim * size_bytes(element); }
   constexpr int row_bytes_v() const { return dim_v * size_bytes(element); }
-  constexpr int key_warps() const { return paired ? warps / 2 : warps; }
+  constexpr int key_warps() const { return (paired ? warps / 2 : warps) / sharing; }
   constexpr int warp_keys() const { return tile_k / key_warps(); }
 
   // How warps share dQ: by rows and by columns, as many warps as can have whole blocks, and if it
@@ -87,11 +97,21 @@ struct BackwardSpec {
       return "padded head dims are multiples of 32 up to 256";
     }
     if (warps < 1 || warps > 16 || (paired && warps % 2 != 0)) return "1 to 16 warps, or pairs";
-    if (tile_k % (16 * key_warps()) != 0) return "each warp owns whole blocks of 16 keys";
+    if (key_warps() < 1 || tile_k % (16 * key_warps()) != 0) {
+      return "each warp owns whole blocks of 16 keys";
+    }
     if (tile_q % 16 != 0 || tile_q % step_q != 0 || step_q % 16 != 0) {
       return "tiles have whole steps of whole blocks of 16 queries";
     }
     if (paired && step_q != tile_q) return "paired warps work on whole tiles";
+    if (sharing < 1 || sharing > 2) return "1 or 2 pairs share keys";
+    if (sharing == 2 && (!paired || warps != 8 || tile_q % 32 != 0 ||
+                         element == Element::kFloat32 || features.softcap || features.dropout)) {
+      return "8 paired warps share keys, in 16 bits, without softcap and dropout";
+    }
+    // Halves of a row are whole swizzled pieces of 128 bytes.
+    if (sharing == 2 && ordered) return "turns need registers that pairs that share keys lack";
+    if (sharing == 2 && (dim != 256 || dim_v != 256)) return "pairs share keys of head dim 256";
     if (warps_d() == 0) return "the warps cannot share dQ";
     if (stages < 1 || stages > 2) return "1 or 2 stages";
     if (shared_bytes() > 227 * 1024) return "the tiles exceed the shared memory of any device";

@@ -13,7 +13,7 @@
 // "Are here" is cp.async.wait_group by every thread and then the block's barrier, the only one of
 // an iteration: it also tells that dS of the tile before is complete. Paired warps share their
 // keys: the first computes P and dV and hands P over in shared memory (barrier 1 + pair), the
-// second computes dP, dS and dK.
+// second computes dP, dS and dK. Two such pairs may share keys (block/key_share.cuh).
 //
 // What is not finite must reach only what sees it. A row whose lse or delta is not finite is
 // flagged: where a tile hides something, Q and dO are then cleared of such numbers, so that they do
@@ -25,6 +25,7 @@
 
 #include "kernels/block/dq_sums.cuh"
 #include "kernels/block/hand_over.cuh"
+#include "kernels/block/key_share.cuh"
 #include "kernels/block/weights.cuh"
 #include "kernels/block/worker.cuh"
 #include "kernels/tile/poison.cuh"
@@ -43,7 +44,10 @@ struct PortableBackward : Worker {
   static constexpr int kTileQ = kSpec.tile_q, kTileK = kSpec.tile_k;
   static constexpr int kWarpKeys = kSpec.warp_keys();
   static constexpr int kRowTiles = kWarpKeys / 16;
-  static constexpr int kBlocks = kSpec.step_q / 8;
+  static constexpr int kSharing = kSpec.sharing;
+  static constexpr int kStoreKeys = kWarpKeys / kSharing;  // that a warp stores
+  static constexpr int kWarpQueries = kSpec.step_q / kSharing;
+  static constexpr int kBlocks = kWarpQueries / 8;
   static constexpr int kSteps = kTileQ / kSpec.step_q;
   using W = Weights<kElement, kFeatures>;
   using Sums = DqSums<kSpec>;
@@ -86,8 +90,8 @@ struct PortableBackward : Worker {
   };
   static_assert(sizeof(Shared) == kSpec.shared_bytes());
 
-  template <class Tile>
-  using Copy = tile::RowCopy<Tile, kElement, kThreads, kSpec.aligned, kSpec.whole>;
+  template <class Tile, int kBy = kThreads>
+  using Copy = tile::RowCopy<Tile, kElement, kBy, kSpec.aligned, kSpec.whole>;
   using Positions = TilePositions<true, kRowTiles, kBlocks>;
   using Accumulators = float[kRowTiles][kBlocks][4];
 
@@ -194,21 +198,22 @@ struct PortableBackward : Worker {
                                         fact(&Facts::kv_head), count, kTileK, p.dim_v),
                       thread);
   }
+  template <int kBy = kThreads>
   __forceinline__ void copy_rows(Step step, int stage) {
     const int i0 = step.tile * kTileQ, head = fact(&Facts::kv_head) * p.group + step.head;
     const int count = fact(&Facts::num_q) - i0;
     Stage& to = shared.stage[stage];
-    Copy<QTile>::load(ptx::shared_address(&to.q),
-                      rows_of<kElement>(p, p.q, fact(&Facts::b), fact(&Facts::q_row) + i0, head,
-                                        count, kTileQ, p.dim),
-                      thread);
-    Copy<DoutTile>::load(
+    Copy<QTile, kBy>::load(ptx::shared_address(&to.q),
+                           rows_of<kElement>(p, p.q, fact(&Facts::b), fact(&Facts::q_row) + i0,
+                                             head, count, kTileQ, p.dim),
+                           thread);
+    Copy<DoutTile, kBy>::load(
         ptx::shared_address(&to.dout),
         rows_of<kElement>(p, args.dout, fact(&Facts::b), fact(&Facts::q_row) + i0, head,
                           args.dout.data == nullptr ? 0 : count, kTileQ, p.dim_v),
         thread);
     const float* from = args.rows + rows_number(step) * kSpec.row_numbers();
-    for (int chunk = thread; chunk < kSpec.row_numbers() / 4; chunk += kThreads) {
+    for (int chunk = thread; chunk < kSpec.row_numbers() / 4; chunk += kBy) {
       ptx::cp_async_16(ptx::shared_address(to.rows) + 16 * chunk, from + 4 * chunk, true);
     }
   }
@@ -220,6 +225,10 @@ struct PortableBackward : Worker {
   // Takes what is not finite out of K, and remembers which keys those were.
   __forceinline__ void find_poison() {
     if (!fact(&Facts::hides)) return;
+    if constexpr (kSpec.roomy()) {  // a quick look
+      const u32 keys = ptx::shared_address(&shared.k);
+      if (!__syncthreads_or(tile::has_poison<KTile, kElement, kThreads>(keys, thread))) return;
+    }
     for (int key = thread; key < kTileK; key += kThreads) shared.poison[key] = 0;
     __syncthreads();
     bool found = false;
@@ -243,7 +252,13 @@ struct PortableBackward : Worker {
   }
 
   // ---- one query tile ----
-  int pair;        // which keys of the tile this warp owns
+  __forceinline__ KeyShare<kSpec> key_share() const {
+    return {thread, ptx::shared_address(shared.exchange)};
+  }
+  int pair;  // which keys of the tile this warp owns, or pairs that share them own
+  __forceinline__ int first_key() const { return pair / kSharing * kWarpKeys; }
+  __forceinline__ int part() const { return pair % kSharing; }
+  __forceinline__ int first_stored() const { return first_key() + part() * kStoreKeys; }
   u32 k_at, v_at;  // where this lane reads them
 
   // lse, delta or the use of dP of the two queries that a lane has in a block of columns.
@@ -266,13 +281,13 @@ struct PortableBackward : Worker {
   // Products become weights, 0 where hidden. slope: of the cap.
   __forceinline__ void weigh(Accumulators& s, Accumulators& slope, Step step, int stage, int column,
                              bool border) {
-    const Positions positions{fact(&Facts::j0) + pair * kWarpKeys, i64{step.tile} * kTileQ + column,
+    const Positions positions{fact(&Facts::j0) + first_key(), i64{step.tile} * kTileQ + column,
                               lengths()};
     const HeadAt at = head_at(step.head);
     const Scores<kFeatures> scores(p, at);
     if (fact(&Facts::key_poison)) {
       for_each(s, [&](float& x, int m, int, int idx) {
-        const int key = pair * kWarpKeys + 16 * m + 8 * (idx / 2) + lane / 4;
+        const int key = first_key() + 16 * m + 8 * (idx / 2) + lane / 4;
         if (shared.poison[key] != 0) x = __int_as_float(0x7fffffff);
       });
     }
@@ -376,7 +391,7 @@ struct PortableBackward : Worker {
     }
 #pragma unroll 1
     for (int sub = 0; sub < kSteps; ++sub) {
-      const int column = sub * kSpec.step_q;
+      const int column = sub * kSpec.step_q + part() * kWarpQueries;
       const u32 q_at = q_base + QTile::offset(column, 0);
       const u32 dout_at = dout_base + DoutTile::offset(column, 0);
       Accumulators s, dp;
@@ -402,10 +417,17 @@ struct PortableBackward : Worker {
         } else {
           differentiate_all<false, !kValues>(dp, kFeatures.softcap ? slope : s, stage, column);
         }
-        if constexpr (kSpec.dq) {
-          tile::store_transposed<DsTile>(ptx::shared_address(&shared.ds[stage]), dp,
-                                         pair * kWarpKeys, column);
+        if constexpr (kSpec.dq || kSharing == 2) {
+          tile::store_transposed<DsTile>(ptx::shared_address(&shared.ds[stage]), dp, first_key(),
+                                         column);
         }
+      }
+      if constexpr (kSharing == 2) {
+        if constexpr (kValues) key_share().absorb_values(s, dout_base, dv);
+        if constexpr (kKeys) {
+          key_share().absorb_keys(dp, q_base, ptx::shared_address(&shared.ds[stage]), dk);
+        }
+        return;
       }
       if constexpr (kValues) {
         tile::multiply_weights<Op, DoutTile>(dv, s, tile::b_trans_address<Op, DoutTile>(dout_at),
@@ -477,7 +499,9 @@ struct PortableBackward : Worker {
       const Step next = settle({step.head, step.tile + 1});
       ptx::cp_async_wait<0>();
       meet();
-      if (kSpec.stages == 2 && present(next)) copy_rows(next, stage ^ 1);
+      if constexpr (kSpec.stages == 2 && (kValues || !kSpec.values_copy())) {
+        if (present(next)) copy_rows<kSpec.copying_threads()>(next, stage ^ 1);
+      }
       if (kSpec.stages == 1 && last.head >= 0) copy_rows(step, 0);
       ptx::cp_async_commit();
       pass_turn();
@@ -502,20 +526,21 @@ struct PortableBackward : Worker {
   // Gradients of a warp's keys leave through the tile of the keys themselves.
   template <class Tile, class Gradient>
   __forceinline__ u32 stage_gradient(u32 tile, const Gradient& x, float factor) const {
-    const u32 base = tile + Tile::offset(pair * kWarpKeys, 0);
+    const u32 base = tile + Tile::offset(first_key(), part() * (Tile::kRowBytes / kSharing));
     stage_rows<Tile, kElement>(base, lane, x, [factor](float number) { return number * factor; });
-    return base;
+    if constexpr (kSharing == 2) ptx::bar_sync((warp < kSpec.warps / 2 ? 5 : 9) + pair / 2, 64);
+    return tile + Tile::offset(first_stored(), 0);
   }
   template <class Tile>
   __forceinline__ void store_gradient(u32 from, const RowsView& view, int num_columns) const {
-    using WarpTile = tile::SharedTile<kWarpKeys, Tile::kRowBytes>;
-    const int first = pair * kWarpKeys;
+    using WarpTile = tile::SharedTile<kStoreKeys, Tile::kRowBytes>;
+    const int first = first_stored();
     if (view.data == nullptr || fact(&Facts::j0) + first >= fact(&Facts::num_rows)) return;
     tile::RowCopy<WarpTile, kElement, 32, kSpec.aligned, kSpec.whole>::store(
         from,
         rows_of<kElement>(p, view, fact(&Facts::b), fact(&Facts::k_row) + first,
                           fact(&Facts::kv_head), fact(&Facts::num_rows) - fact(&Facts::j0) - first,
-                          kWarpKeys, num_columns),
+                          kStoreKeys, num_columns),
         lane);
   }
 
@@ -539,8 +564,8 @@ struct PortableBackward : Worker {
         tile::for_poison<kElement>(
             dout.data, dout.dim, p.dim_v, [&](int word, float low, float high) {
 #pragma unroll 1
-              for (int row = 0; row < kWarpKeys; ++row) {
-                const i64 key = fact(&Facts::j0) + pair * kWarpKeys + row;
+              for (int row = 0; row < kStoreKeys; ++row) {
+                const i64 key = fact(&Facts::j0) + first_stored() + row;
                 if (key < keys.begin || key >= keys.end) continue;
                 if (kFeatures.hides() && scores.hidden(i, key)) continue;
                 const u32 where = base + VTile::offset(row, 4 * word);
@@ -555,8 +580,8 @@ struct PortableBackward : Worker {
 
   template <bool kValues, bool kKeys>
   __forceinline__ void work() {
-    float dv[kValues ? kRowTiles : 1][kValues ? kSpec.dim_v / 8 : 1][4];
-    float dk[kKeys ? kRowTiles : 1][kKeys ? kSpec.dim / 8 : 1][4];
+    float dv[kValues ? kRowTiles : 1][kValues ? kSpec.dim_v / 8 / kSharing : 1][4];
+    float dk[kKeys ? kRowTiles : 1][kKeys ? kSpec.dim / 8 / kSharing : 1][4];
     tile::clear(dv);
     tile::clear(dk);
     loop<kValues, kKeys>(dv, dk);
@@ -584,12 +609,12 @@ struct PortableBackward : Worker {
       __syncthreads();
       find_poison();
     }
-    pair = warp % kSpec.key_warps();
-    k_at = tile::a_address<KTile>(ptx::shared_address(&shared.k), pair * kWarpKeys);
-    v_at = tile::a_address<VTile>(ptx::shared_address(&shared.v), pair * kWarpKeys);
+    pair = kSpec.paired ? warp % (kSpec.warps / 2) : warp;
+    k_at = tile::a_address<KTile>(ptx::shared_address(&shared.k), first_key());
+    v_at = tile::a_address<VTile>(ptx::shared_address(&shared.v), first_key());
     if constexpr (!kSpec.paired) {
       work<true, true>();
-    } else if (warp < kSpec.key_warps()) {
+    } else if (warp < kSpec.warps / 2) {
       work<true, false>();
     } else {
       work<false, true>();

@@ -46,6 +46,8 @@ struct PortableForward : Worker {
   // Float32 with many columns: what depends on the thread is found anew where it is used, because
   // kept through the loop it would cost registers that there are not.
   static constexpr bool kScarce = kElement == Element::kFloat32 && kSpec.dim_v > 128;
+  // Q in registers: K is asked for before Q is waited for. Elsewhere that costs registers.
+  static constexpr bool kEarlyK = kSpec.q_in_registers;
   static constexpr float kExactLog2 = 4096.0f;  // beyond, c * s - c * ref is not exact enough
   static constexpr float kLargest = 3.402823466e38f;
 
@@ -65,6 +67,7 @@ struct PortableForward : Worker {
     int row0, num_q, num_k;    // first row of the tile, local; used lengths
     int tile_end;              // behind the last key tile that some row sees
     int full_begin, full_end;  // key tiles that every row sees
+    int hides;                 // some of these keys are hidden from some row
   };
   struct Shared {
     union {
@@ -167,7 +170,6 @@ struct PortableForward : Worker {
 
   // ---- which key tiles ----
   int tile_begin, tile_end;  // seen by some row
-  bool band_hides;           // some of these keys are hidden from some row
 
   __forceinline__ void find_keys() {
     constexpr i64 kTile = kSpec.tile_k;
@@ -184,9 +186,9 @@ struct PortableForward : Worker {
     f.tile_end = tile_end;
     f.full_begin = static_cast<int>((range.full_begin + kTile - 1) / kTile);
     f.full_end = static_cast<int>(range.full_end / kTile);
+    f.hides = range.full_begin > range.begin || range.full_end < range.end;
     if (thread == 0) shared.facts = f;
     __syncthreads();
-    band_hides = range.full_begin > range.begin || range.full_end < range.end;
   }
   __forceinline__ u32 class_of(int tile) const {
     const MaskClassesView& m = p.mask_classes;
@@ -266,37 +268,70 @@ struct PortableForward : Worker {
   // score x is 2^(x * factor - against), by weight_from.
   __forceinline__ void raise_references(float (&s)[kRowTiles][kBlocks][4], Mufu factor,
                                         Mufu (&against)[kRowTiles][2]) {
-    const LaggingBy<Mufu> gauge{
-        {Scores<kFeatures>::kNatural ? kLagLog2 * static_cast<float>(kLn2) : args.score_lag}};
-    Mufu keep[kRowTiles][2];
-    bool moved = false, extreme = false;
+    float top[kRowTiles][2];
+    if (find_tops(s, top)) raise_to(top, factor);
+    find_against(s, factor, against);
+  }
+  __forceinline__ LaggingBy<Mufu> gauge() const {
+    return {{Scores<kFeatures>::kNatural ? kLagLog2 * static_cast<float>(kLn2) : args.score_lag}};
+  }
+  // The largest of this thread's scores in each row. True when some row of the warp has one that
+  // lies so far above its reference that it must be raised: threads that share a row need not tell
+  // each other what they have before that.
+  __forceinline__ bool find_tops(const float (&s)[kRowTiles][kBlocks][4],
+                                 float (&top)[kRowTiles][2]) const {
+    const float lag = gauge().lag.x;
+    bool raises = false;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float top = ::fmaxf(s[m][0][2 * half], s[m][0][2 * half + 1]);
+        float most = ::fmaxf(s[m][0][2 * half], s[m][0][2 * half + 1]);
 #pragma unroll
         for (int n = 1; n < kBlocks; ++n) {
-          top = ::fmaxf(top, ::fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+          most = ::fmaxf(most, ::fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
         }
-        keep[m][half] = raise(state[m][half], Mufu{tile::quad_max(top)}, factor, gauge);
+        top[m][half] = most;
+        raises |= state[m][half].ref.x + lag < most;
+      }
+    }
+    return __any_sync(tile::kAllLanes, raises);
+  }
+  __forceinline__ void raise_to(const float (&top)[kRowTiles][2], Mufu factor) {
+    float keep[kRowTiles][2];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        keep[m][half] =
+            raise(state[m][half], Mufu{tile::quad_max(top[m][half])}, factor, gauge()).x;
+      }
+    }
+    for_each(out, [&](float& x, int m, int half) { x *= keep[m][half]; });
+  }
+  __forceinline__ void find_against(float (&s)[kRowTiles][kBlocks][4], Mufu factor,
+                                    Mufu (&against)[kRowTiles][2]) const {
+    bool extreme = false;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
         against[m][half] = anchor(state[m][half].ref) * factor;
-        moved |= keep[m][half].x != 1.0f;
         extreme |= is_extreme(against[m][half].x);
       }
     }
-    if (__any_sync(tile::kAllLanes, moved)) {
-      for_each(out, [&](float& x, int m, int half) { x *= keep[m][half].x; });
-    }
-    if (__any_sync(tile::kAllLanes, extreme)) {
-      // Row by row: what one row holds changes no bit of another.
-      for_each(s, [&](float& x, int m, int half) {
-        if (is_extreme(against[m][half].x)) x -= anchor(state[m][half].ref).x;
-      });
-      for (int m = 0; m < kRowTiles; ++m) {
-        for (int half = 0; half < 2; ++half) {
-          if (is_extreme(against[m][half].x)) against[m][half] = {0.0f};
-        }
+    if (__any_sync(tile::kAllLanes, extreme)) take_references(s, against);
+  }
+  // Where the products of scores and of references with the factor would not be exact enough,
+  // references are taken off the scores. Row by row: what one row holds changes no bit of another.
+  __forceinline__ void take_references(float (&s)[kRowTiles][kBlocks][4],
+                                       Mufu (&against)[kRowTiles][2]) const {
+    for_each(s, [&](float& x, int m, int half) {
+      if (is_extreme(against[m][half].x)) x -= anchor(state[m][half].ref).x;
+    });
+    for (int m = 0; m < kRowTiles; ++m) {
+      for (int half = 0; half < 2; ++half) {
+        if (is_extreme(against[m][half].x)) against[m][half] = {0.0f};
       }
     }
   }
@@ -362,7 +397,7 @@ struct PortableForward : Worker {
 
   // Some row is not finite although its weights are, and not every key was visible to every row.
   __forceinline__ bool must_run_again() {
-    if (!band_hides && !kFeatures.hides()) return false;
+    if (!kFeatures.hides() && fact(&Facts::hides) == 0) return false;
     float nothing[kRowTiles][2] = {};
     for_each(out, [&](float& x, int m, int half) { nothing[m][half] += x * 0.0f; });
     bool bad = false;
@@ -388,6 +423,16 @@ struct PortableForward : Worker {
       if constexpr (kSpec.stages == 2) copy_v(tile, 0);
     }
     ptx::cp_async_commit();
+    // Q was asked for before K: the first copies of K are under way meanwhile.
+    if (kEarlyK && !careful) {
+      ptx::cp_async_wait<1>();
+      __syncthreads();
+      if (p.q_factor != 1.0f) {
+        factor_q();
+        __syncthreads();
+      }
+      load_q();
+    }
 #pragma unroll 1
     while (tile < fact(&Facts::tile_end)) {
       const int next = next_tile(tile + 1);
@@ -519,23 +564,25 @@ struct PortableForward : Worker {
     if (!locate()) return;
     if constexpr (kFeatures.dropout) seed = p.seed != nullptr ? *p.seed : p.variant.seed;
     q_at = tile::a_address<QTile>(ptx::shared_address(&shared.tiles.q), warp * kWarpRows);
+    if constexpr (kEarlyK) find_keys();
     copy_q();
-    if (kSpec.q_in_registers || p.q_factor != 1.0f) {
-      ptx::cp_async_commit();
+    if (kEarlyK || p.q_factor != 1.0f) ptx::cp_async_commit();
+    if constexpr (kEarlyK) {
+      find_key_rows();
+    } else if (p.q_factor != 1.0f) {
       ptx::cp_async_wait<0>();
       __syncthreads();
-      if (p.q_factor != 1.0f) {
-        factor_q();
-        __syncthreads();
-      }
-      load_q();
+      factor_q();
+      __syncthreads();
     }
     bool careful = false;
 #pragma unroll 1
     while (true) {
-      locate();
-      find_keys();
-      find_key_rows();
+      if (!kEarlyK || careful) {
+        locate();
+        find_keys();
+        find_key_rows();
+      }
       attend(Scores<kFeatures>(p, at), careful);
       locate();
       find_keys();

@@ -20,6 +20,7 @@ struct Features {
 
   constexpr bool operator==(const Features&) const = default;
   constexpr bool scale_only() const { return !softcap && !slopes && bias == Element::kNone; }
+  constexpr bool plain() const { return scale_only() && !mask && !dropout; }
   constexpr bool hides() const { return mask || bias != Element::kNone; }
 };
 

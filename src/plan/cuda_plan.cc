@@ -75,6 +75,7 @@ struct BackwardTiles {
   int tile_q, tile_k, step_q, warps;
   bool paired;
   int stages, blocks_per_sm;
+  int sharing = 1;
 };
 struct BackwardRow {
   int most_dim;
@@ -83,8 +84,9 @@ struct BackwardRow {
 constexpr BackwardRow kBackwardPlain16[] = {
     {64, {64, 128, 32, 4, false, 2, 2}}, {64, {32, 128, 32, 4, false, 2, 1}},
     {128, {64, 128, 64, 8, true, 2, 1}}, {128, {32, 128, 32, 8, true, 2, 1}},
-    {128, {32, 64, 32, 4, true, 2, 1}},  {256, {64, 64, 64, 8, true, 2, 1}},
-    {256, {32, 64, 32, 8, true, 2, 1}},  {256, {32, 32, 32, 4, true, 1, 1}},
+    {128, {32, 64, 32, 4, true, 2, 1}},  {256, {64, 64, 64, 8, true, 2, 1, 2}},
+    {256, {64, 64, 64, 8, true, 2, 1}},  {256, {32, 64, 32, 8, true, 2, 1}},
+    {256, {32, 32, 32, 4, true, 1, 1}},
 };
 constexpr BackwardRow kBackwardOptions16[] = {
     {64, {32, 128, 32, 8, true, 2, 1}}, {128, {32, 128, 32, 8, true, 2, 1}},
@@ -116,6 +118,7 @@ void set(BackwardSpec& spec, const BackwardTiles& tiles) {
   spec.step_q = tiles.step_q;
   spec.warps = tiles.warps;
   spec.paired = tiles.paired;
+  spec.sharing = tiles.sharing;
   spec.stages = tiles.stages;
   spec.blocks_per_sm = tiles.blocks_per_sm;
 }
@@ -182,8 +185,6 @@ void describe(Spec& spec, const Problem& p, const CudaFacts& facts) {
   spec.aligned = is_aligned(p.q, p.dim) && is_aligned(p.k, p.dim) && is_aligned(p.v, p.dim_v);
   spec.features = features_of(p);
 }
-
-bool is_plain(const Features& f) { return f.scale_only() && !f.mask && !f.dropout; }
 
 int num_options(const Features& f) {
   return f.softcap + f.slopes + (f.bias != Element::kNone) + f.mask + f.dropout;
@@ -313,7 +314,7 @@ ForwardPlan plan_cuda_forward(const Problem& p, const ForwardTensors& t, const C
   ForwardSpec& spec = plan.spec;
   describe(spec, p, facts);
   spec.aligned = spec.aligned && is_aligned(t.out, p.dim_v);
-  const bool plain = is_plain(spec.features) && spec.aligned;
+  const bool plain = spec.features.plain() && spec.aligned;
   const bool found = spec.element == Element::kFloat32 ? choose(kAny32, facts, spec)
                      : plain                           ? choose(kPlain16, facts, spec)
                      : has_many(spec.features)         ? choose(kMany16, facts, spec)
@@ -342,7 +343,7 @@ BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t, bool
   // up to 128, and no device of the kind has been measured.
   const int most_dim = std::max(spec.dim, spec.dim_v);
   const bool spills = spec.arch / 100 == 10 && most_dim > 64 && most_dim <= 128;
-  const bool plain = is_plain(spec.features) && !spills;
+  const bool plain = spec.features.plain() && !spills;
   const bool many = most_dim <= 64 ? has_many(spec.features) : is_heavy(spec.features);
   const bool found = spec.element == Element::kFloat32 ? choose(kBackwardAny32, facts, spec)
                      : plain && spec.aligned           ? choose(kBackwardPlain16, facts, spec)

@@ -101,9 +101,10 @@ std::int64_t needed(const kernels::ForwardSpec& s) {
 std::int64_t needed(const kernels::BackwardSpec& s) {
   const int keys = s.warp_keys();
   const std::int64_t of_dq = looped(s.element, s.dq_rows(), s.dq_columns(), s.tile_k);
-  return looped(s.element, keys, s.step_q, s.dim) + looped(s.element, keys, s.step_q, s.dim_v) +
-         products(s.element, keys, s.dim_v, s.step_q) + products(s.element, keys, s.dim, s.step_q) +
-         (s.paired ? 2 : 1) * of_dq;
+  const int queries = s.step_q / s.sharing;  // of a warp's scores
+  return looped(s.element, keys, queries, s.dim) + looped(s.element, keys, queries, s.dim_v) +
+         products(s.element, keys, s.dim_v / s.sharing, s.step_q) +
+         products(s.element, keys, s.dim / s.sharing, s.step_q) + (s.paired ? 2 : 1) * of_dq;
 }
 std::int64_t needed(const kernels::ScoreGradientsSpec& s) {
   return looped(s.element, 16, s.tile_k, s.dim) + looped(s.element, 16, s.tile_k, s.dim_v);

@@ -151,7 +151,7 @@ def run(case: Case, device: str = "cpu", backward: bool = True, **more: Any) -> 
 
 
 # Of a kernel's spec: what orders additions, and whether weights are handed over in float16.
-TILES = re.compile(r"portable_\w+|\.(?:dim|dim_v|tile_q|tile_k|warps|paired) = \w+")
+TILES = re.compile(r"portable_\w+|\.(?:dim|dim_v|tile_q|tile_k|warps|paired|sharing) = \w+")
 
 
 def explained(case: Case, device: str) -> Any:

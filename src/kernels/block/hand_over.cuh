@@ -39,6 +39,19 @@ struct HandOver {
     }
     ptx::bar_arrive(1 + pair, 64);
   }
+  // The same as operand A of the product along the columns, for another warp than the second.
+  __forceinline__ typename tile::Operand<kElement>::A operand(int m, int block) const {
+    const uint4 words = ptx::ld_shared_128(at(m, block));
+    if constexpr (kElement == Element::kFloat16) return {{words.x, words.y, words.z, words.w}};
+    const u32 word[4] = {words.x, words.y, words.z, words.w};
+    typename tile::Operand<kElement>::A a;
+#pragma unroll
+    for (int idx = 0; idx < 4; ++idx) {
+      a.x[idx] = tile::pack_16<kElement>(tile::unpack_16<Element::kFloat16>(word[idx]),
+                                         tile::unpack_16<Element::kFloat16>(word[idx] >> 16));
+    }
+    return a;
+  }
   __forceinline__ void wait() const { ptx::bar_sync(1 + pair, 64); }
   // body(m, block, weights of that block)
   template <class Body>

@@ -10,6 +10,30 @@ namespace onefold::tile {
 
 __forceinline__ bool finite(float x) { return x - x == 0.0f; }
 
+// Whether a word holds a number that is not finite: its exponent is all ones, and adding one to it
+// reaches the sign.
+template <Element kElement>
+__forceinline__ u32 exponent_overflow(u32 x) {
+  if constexpr (kElement == Element::kFloat32) return (x & 0x7f800000u) + 0x00800000u;
+  if constexpr (kElement == Element::kFloat16) return (x & 0x7c007c00u) + 0x04000400u;
+  return (x & 0x7f807f80u) + 0x00800080u;
+}
+
+// Whether this thread's share of the tile has a number that is not finite.
+template <class Tile, Element kElement, int kThreads>
+__forceinline__ bool has_poison(u32 base, int thread) {
+  constexpr int kRowChunks = Tile::kRowBytes / 16;
+  u32 found = 0;
+#pragma unroll 4
+  for (int idx = thread; idx < Tile::kRows * kRowChunks; idx += kThreads) {
+    const uint4 x =
+        ptx::ld_shared_128(base + Tile::offset(idx / kRowChunks, 16 * (idx % kRowChunks)));
+    found |= exponent_overflow<kElement>(x.x) | exponent_overflow<kElement>(x.y) |
+             exponent_overflow<kElement>(x.z) | exponent_overflow<kElement>(x.w);
+  }
+  return (found & (kElement == Element::kFloat32 ? 0x80000000u : 0x80008000u)) != 0;
+}
+
 // Zeros for what is not finite, by kThreads threads; found(row) for every word that had some.
 template <class Tile, Element kElement, int kThreads, class Found>
 __forceinline__ void take_poison(u32 base, int thread, Found&& found) {
