@@ -41,7 +41,9 @@ struct BackwardSpec {
   constexpr int threads() const { return 32 * warps; }
   // Whether registers are left for what makes it faster: with options, or turns and wide heads,
   // the compiler would spill.
-  constexpr bool roomy() const { return features.plain() && !(ordered && (dim > 128 || dim_v > 128)); }
+  constexpr bool roomy() const {
+    return features.plain() && !(ordered && (dim > 128 || dim_v > 128));
+  }
   // Threads that copy Q and dO: of paired warps, those of the values, which have less to do.
   constexpr bool values_copy() const {
     return paired && stages == 2 && aligned && element != Element::kFloat32 && roomy();
