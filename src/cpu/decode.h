@@ -6,8 +6,8 @@
 //     out = out * keep + weights V        V likewise
 //
 // Vectors run along d: nothing is packed. Operands of products are X: numbers, or pairs of bfloat16
-// that are not even widened. A row's arithmetic does not depend on how many rows or
-// heads share the tile. Compiled once per instruction set; includes scores.h.
+// that are not even widened. A row's arithmetic does not depend on how many rows or heads share the
+// tile. Compiled once per instruction set; includes scores.h.
 #pragma once
 
 #include "cpu/scores.h"

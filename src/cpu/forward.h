@@ -143,7 +143,7 @@ struct ForwardItem {
     Vec<R> top[N], keep[N];
     for (int n = 0; n < N; ++n) top[n] = splat<R>(kEmpty<R>);
     score_product<X, N, kLayout>(k_tile(panel) + cut.first * key_step(), key_step(), qt, p.dim,
-                                 num_keys, score_factor<X>(p).of_scores, s.scores, top);
+                                 num_keys, s.factor.of_scores, s.scores, top);
     const bool add = p.variant.has_bias || options == TileClass::kPartial;
     if (border || add || !p.variant.scale_only()) {
       modify_scores<R, N>(p, s.lanes, s.scores, add ? s.addend : nullptr, num_keys, border,
@@ -248,7 +248,7 @@ struct ForwardItem {
     for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
       const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
       const int width = q.vectors * kWidth<R>;
-      load_queries(q, width, score_factor<X>(p).of_queries, with_sink, s.ref + idx * kLanes<R>,
+      load_queries(q, width, s.factor.of_queries, with_sink, s.ref + idx * kLanes<R>,
                    s.sum + idx * kLanes<R>);
       for (std::int64_t lane = idx * kLanes<R>; kPairs && lane < idx * kLanes<R> + width; ++lane) {
         s.mass[lane] = s.sum[lane];

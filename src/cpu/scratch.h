@@ -23,10 +23,11 @@ struct ForwardScratch {
   R *out, *ref, *sum;
   R* mass;  // the sum of the weights as they were multiplied with V; null where that is sum
   LaneFacts<R> lanes;
+  ScoreFactor<X> factor;
   std::int64_t qt_size, out_size;
 
   ForwardScratch(Arena& arena, const Problem& p, const Tiles& t, std::int64_t tiles_per_item)
-      : lanes(arena, kLanes<R>) {
+      : lanes(arena, kLanes<R>), factor(score_factor<X>(p)) {
     const std::int64_t key_tiles = t.super_keys / t.keys;
     const std::int64_t panel_keys = round_up(t.keys, kPanel);
     const std::int64_t padded_v = round_up(p.dim_v, kPanel);
@@ -102,17 +103,6 @@ struct QueryData {
   }
 };
 
-template <class R>
-inline std::int64_t chunk_elements_of(const Problem& p, std::int64_t keys) {
-  return keys * (padded_dim<R>(p.dim) + padded_dim<R>(p.dim_v));
-}
-// Private sums hold whole key tiles; no tile is larger than this.
-inline constexpr int kMostTileKeys = 128;
-template <class R>
-inline std::int64_t chunk_elements_of(const Problem& p) {
-  return chunk_elements_of<R>(p, round_up(p.longest_k, kMostTileKeys));
-}
-
 template <class X>
 struct BackwardScratch {
   using R = SumOf<X>;
@@ -124,13 +114,14 @@ struct BackwardScratch {
   X *weights_by_lane, *dscores_by_lane, *dscores_by_key;
   R *chunk_dk, *chunk_dv, *total_dk, *total_dv;  // [key][d], private
   LaneFacts<R> lanes;
+  ScoreFactor<X> factor;
   std::byte* query_block;
   std::size_t query_bytes;
 
   // chunk_*: when items are heads. total_*: when a head has several chunks.
   BackwardScratch(Arena& arena, const Problem& p, const Tiles& t, bool chunks, bool totals,
                   bool with_dz)
-      : lanes(arena, kLanes<R>) {
+      : lanes(arena, kLanes<R>), factor(score_factor<X>(p)) {
     constexpr int kL = kLanes<R>;
     const std::int64_t key_tiles = t.super_keys / t.keys;
     const std::int64_t panel_keys = round_up(t.keys, kPanel);

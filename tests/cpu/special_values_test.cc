@@ -172,6 +172,18 @@ Question few_rows(DType dtype, std::int64_t queries, std::int64_t keys, Random& 
   return x;
 }
 
+// Every element of out is off by at most `most_error` of the exact one.
+template <class MostError>
+void expect_out(const Question& x, Random& random, const MostError& most_error) {
+  HostileContext context(random);
+  const Answer answer = run_forward(context.context, x, random);
+  const reference::Forward want = reference::forward(x.a);
+  answer.out.each([&](std::int64_t at, std::int64_t) {
+    const double exact = want.out.data[static_cast<std::size_t>(at)];
+    ASSERT_NEAR(answer.out.get(at), exact, most_error(exact));
+  });
+}
+
 // Decoding, splits, tiles; each row ends in double, one after the other in the same workspace.
 TEST_F(SpecialValues, rows_that_are_done_again_are_right_whatever_path_they_took) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
@@ -183,12 +195,8 @@ TEST_F(SpecialValues, rows_that_are_done_again_are_right_whatever_path_they_took
         x.bias.fill([] { return std::numeric_limits<float>::lowest(); });
         x.a.bias = x.bias.tensor();
         SCOPED_TRACE(concat(name(dtype), " ", queries, " ", keys));
-        HostileContext context(random);
-        const Answer answer = run_forward(context.context, x, random);
-        const reference::Forward want = reference::forward(x.a);
-        answer.out.each([&](std::int64_t at, std::int64_t) {
-          const double exact = want.out.data[static_cast<std::size_t>(at)];
-          ASSERT_NEAR(answer.out.get(at), exact, 1.01 * unit_of(dtype) * std::abs(exact) + 1e-9);
+        expect_out(x, random, [dtype](double exact) {
+          return 1.01 * unit_of(dtype) * std::abs(exact) + 1e-9;
         });
         if (HasFailure()) return;
       }
@@ -208,14 +216,8 @@ TEST_F(SpecialValues, a_mean_of_values_at_the_end_of_the_range_is_finite) {
         const bool same = random.chance(0.5);
         x.v.fill([&] { return same || random.chance(0.5) ? most : -most; });
         SCOPED_TRACE(concat(name(dtype), " ", queries, " ", keys));
-        HostileContext context(random);
-        const Answer answer = run_forward(context.context, x, random);
-        const reference::Forward want = reference::forward(x.a);
-        answer.out.each([&](std::int64_t at, std::int64_t) {
-          // Scores of 16 products round, so weights do by 2^-20, and the mean with them.
-          const double exact = want.out.data[static_cast<std::size_t>(at)];
-          ASSERT_NEAR(answer.out.get(at) / most, exact / most, 0x1p-18 + unit_of(dtype));
-        });
+        // Scores of 16 products round, so weights do by 2^-20, and the mean with them.
+        expect_out(x, random, [&](double) { return (0x1p-18 + unit_of(dtype)) * most; });
         if (HasFailure()) return;
       }
     }
