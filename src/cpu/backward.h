@@ -59,7 +59,9 @@ struct BackwardItem {
     R* q = load_rows(p.q, tile, p.dim, x.q);
     lay_across(q, width, p.dim, score_factor<X>(p).of_queries, s.row, s.operand_rows, x.qt);
     leave_out(q, tile, p.dim, x.q_poison, x);
-    if constexpr (kPairs) lay_along(q, width, p.dim, x.q);
+    if constexpr (kPairs) {
+      if (dk) lay_along(q, width, p.dim, x.q);
+    }
 
     R* dout = load_rows(call.t.dout, tile, p.dim_v, x.dout);
     bool only_key[kLanes<R>] = {};
@@ -87,7 +89,9 @@ struct BackwardItem {
       }
     }
     leave_out(dout, tile, p.dim_v, x.dout_poison, x);
-    if constexpr (kPairs) lay_along(dout, width, p.dim_v, x.dout);
+    if constexpr (kPairs) {
+      if (dk) lay_along(dout, width, p.dim_v, x.dout);
+    }
   }
   // The tile's rows as numbers, zeros beyond them; in `to` where those are operands.
   R* load_rows(const Rows& from, const QueryTile& tile, std::int64_t dim, X* to) {
@@ -234,10 +238,10 @@ struct BackwardItem {
   void pair_up(int num_keys) {
     if constexpr (kPairs) {
       constexpr int kRow = N * kWidth<R>;
-      const std::int64_t keys = round_up(num_keys, kOuterRows);
-      narrow_row(s.weights, keys * kRow, s.weights_by_lane);
-      narrow_row(s.dscores, keys * kRow, s.dscores_by_lane);
-      for (std::int64_t key = 0; key < num_keys; key += 2) {
+      const std::int64_t along = dk ? round_up(num_keys, kOuterRows) * kRow : 0;
+      narrow_row(s.weights, along, s.weights_by_lane);
+      narrow_row(s.dscores, along, s.dscores_by_lane);
+      for (std::int64_t key = 0; want_dq && key < num_keys; key += 2) {
         interleave_rows(s.dscores + key * kRow, s.dscores + (key + 1) * kRow, kRow,
                         s.dscores_by_key + key / 2 * kRow);
       }

@@ -348,18 +348,32 @@ struct DecodeTile {
   }
 
   // For a tile with hidden keys and values that are not finite: only what a row sees, in the order
-  // of sum_vectors, so that what a row does not see leaves its bits alone.
+  // of sum_values, so that what a row does not see leaves its bits alone.
   void sum_seen(int count, int live) const {
-    for (std::int64_t d = 0; d < dim_v; d += kW) {
-      for (int r = 0; r < live; ++r) {
-        const std::int64_t row = head * kDecodeRows + r;
-        Vf acc{};
-        for (int key = 0; key < count; ++key) {
-          if (s.hidden[row * kDecodeKeys + key]) continue;
-          acc = fma(splat(scores(r)[key]), widen(v_row(key) + d), acc);
+    for (int r = 0; r < live; ++r) {
+      const std::int64_t row = head * kDecodeRows + r;
+      const bool* hidden = s.hidden + row * kDecodeKeys;
+      const Vf keep = splat(s.keep[row]);
+      const auto value = [&](int key, std::int64_t d) {
+        return key < count && !hidden[key] ? operand(v_row(key) + d) : Vec<X>{};
+      };
+      for (std::int64_t d = 0; d < dim_v; d += kStep) {
+        Vf acc[kTerms<X>] = {};
+        for (int key = 0; key < count; key += kTerms<X>) {
+          if constexpr (kPairs) {
+            const Interleaved both = interleave(value(key, d), value(key + 1, d));
+            const Vec<Pair> w = splat(weights(r)[key / 2]);
+            acc[0] = multiply_add(w, both.low, acc[0]);
+            acc[1] = multiply_add(w, both.high, acc[1]);
+          } else {
+            acc[0] = fma(splat(scores(r)[key]), value(key, d), acc[0]);
+          }
         }
-        float* to = s.out + row * s.step + d;
-        store(to, fma(load(to), splat(s.keep[row]), acc));
+        if constexpr (kPairs) in_order(acc[0], acc[1]);
+        for (int n = 0; n < kTerms<X>; ++n) {
+          float* to = s.out + row * s.step + d + n * kW;
+          store(to, fma(load(to), keep, acc[n]));
+        }
       }
     }
   }

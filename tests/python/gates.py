@@ -475,6 +475,7 @@ def hold_forward(case: Case, found: Found, device: str = "cpu") -> tuple[float, 
     # Rounded weights are divided by their own sum, lse is that of the others.
     rounded = {"weight": size["weight"] + of_operands(case, device)}
     bound = slack * grown * total(size | rounded, case.terms.out) + TINY[case.dtype]
+    bound = bound + of_flushed_sums(case, device)["out"]
     most = case.v.double().abs().nan_to_num(0.0, 0.0, 0.0).max().item() if case.v.numel() else 0.0
     p = case.options.get("dropout_p", 0.0)
     if p == 0:  # a convex combination never leaves the hull of v
@@ -500,19 +501,47 @@ def of_subnormal_out(case: Case) -> dict[str, Tensor]:
     return {name: getattr(terms, name)[source] for name in case.inputs}
 
 
+def of_flushed_sums(case: Case, device: str) -> dict[str, float]:
+    """What products of pairs add to a bound, to every component, because a sum or an operand below
+    2^-126 counts as zero there: each addition may lose that much."""
+    if of_operands(case, device) == 0.0:
+        return dict.fromkeys(("out", *case.inputs), 0.0)
+
+    def most(x: Tensor | None) -> float:
+        empty = x is None or x.numel() == 0
+        return 0.0 if empty else x.double().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+
+    kept = 1 / max(1 - case.options.get("dropout_p", 0.0), 2.0**-32)
+    lost = arithmetic(case, device).flushed * kept
+    keys, dim_v = case.longest_keys, case.v.shape[-1]
+    rows = case.q.numel() // max(case.q.shape[-1], 1)
+    scale = case.options.get("scale")
+    scale = max(case.q.shape[-1], 1) ** -0.5 if scale is None else abs(scale)
+    out = 2 * keys * lost  # divided by a sum of at least 1/2
+    ds = (dim_v + 1) * lost + dim_v * most(case.dout) * out  # of dP, of dS and of dout . out
+    every = {
+        "q": scale * keys * (lost + most(case.k) * ds),
+        "k": scale * rows * (lost + most(case.q) * ds),
+        "v": rows * lost,
+        "alibi_slopes": rows * keys * ds * (keys + rows),  # a distance is less
+    }
+    return {"out": out} | {name: every.get(name, rows * keys * ds) for name in case.inputs}
+
+
 def hold_gradients(case: Case, found: Found, device: str = "cpu") -> dict[str, float]:
     """T1 of every gradient."""
     size = backward_sizes(case, device)
     grown = growth(size, case)
     slack = 2.0 if case.dtype == torch.float64 else 1.0
     worst = {}
+    flushed = of_flushed_sums(case, device)
     tiny_out = (
         of_subnormal_out(case) if case.dtype == torch.float16 and case.dout is not None else {}
     )
     for name, got in found.gradients.items():
         want = getattr(case.exact_gradients, name)
         bound = slack * grown * total(size, getattr(case.gradient_terms, name))
-        bound = bound + tiny_out.get(name, 0.0)
+        bound = bound + tiny_out.get(name, 0.0) + flushed[name]
         if device == "cuda":
             bound = bound + bounds.of_small_ds(name, case.q, case.k, case.options.get("scale"))
         bound = bound + UNIT[got.dtype] * want.abs().nan_to_num(0.0) + TINY[got.dtype]

@@ -200,8 +200,9 @@ inline void lay_across(const SumOf<X>* rows, int width, std::int64_t dim, double
   const std::int64_t step = padded_dim<R>(dim);
   if constexpr (kTerms<X> == 2) {
     for (int lane = 0; lane < width; ++lane) {
-      scale_row(row, rows + lane * step, dim, factor);
-      narrow_row(row, dim, operand_rows + lane * step);
+      const R* from = rows + lane * step;
+      if (factor != 1) scale_row(row, from, dim, factor), from = row;
+      narrow_row(from, dim, operand_rows + lane * step);
     }
     transpose(operand_rows, step, width, operands<X>(dim), to, width);
   } else {

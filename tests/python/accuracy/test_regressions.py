@@ -36,6 +36,20 @@ def test_what_a_hidden_key_holds_does_not_move_a_bit(sq: int, dim: int, fill: fl
     assert torch.equal(onefold.attention(q, k, v, mask=mask), expected)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_what_a_hidden_key_holds_does_not_reorder_the_sum_over_the_others(rows: int) -> None:
+    q, k = torch.zeros(2, 1, 6, rows, 64, dtype=torch.bfloat16)
+    v = torch.zeros_like(k[:, :, :1])
+    v[:, 0] = 2.0**24
+    v[:, 2:4] = torch.tensor([1.0, -(2.0**24)])[None, :, None, None]  # 0, or 1 once swapped
+    v[:, 2:4, :, 32:] = v[:, 2:4, :, 32:].flip(1)
+    v[:, 1, :, 1::2] = 1e-39  # a subnormal counts as it does elsewhere
+    mask = torch.arange(6) != 5
+    expected = onefold.attention(q[:, :1], k[:, :, :1], v, mask=mask)
+    v[:, 5] = math.nan
+    assert torch.equal(onefold.attention(q[:, :1], k[:, :, :1], v, mask=mask), expected)
+
+
 def test_a_value_that_is_not_finite_does_not_move_a_bit_of_rows_that_do_not_see_it() -> None:
     q, k, v = _question(3, 700, 4, 128, torch.float32)
     expected = onefold.attention(q, k, v, causal=True)
