@@ -47,8 +47,8 @@ std::vector<InstructionSet> instruction_sets() {
   const InstructionSet wide{"avx512", avx512_kernels(), {}};
   if (avx512 && avx2) sets.push_back(wide);
   if (avx512 && avx2 && __builtin_cpu_supports("avx512bf16")) {
-    // Twice the multiply-adds of float32 on AMD's processors, half as many on Intel's: there, only
-    // when it is asked for.
+    // Twice the multiply-adds of float32 on AMD's Zen 5, half as many on Intel's: there, only when
+    // it is asked for.
     const bool fast = __builtin_cpu_is("amd");
     const InstructionSet pairs{"avx512_bf16", avx512_bf16_kernels(), {wide.name, wide.kernels}};
     sets.insert(fast ? sets.begin() : sets.end(), pairs);

@@ -101,7 +101,7 @@ def draw_shares(axes: Axes, lines: Sequence[Record]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(n) for n in lengths], rotation=45)
     axes.minorticks_off()
-    axes.set_ylim(0, 100)
+    axes.set_ylim(0, max(100, axes.get_ylim()[1]))  # pairs pass what float32 can reach
     axes.set_xlabel("sequence length")
 
 
