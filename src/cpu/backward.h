@@ -152,9 +152,11 @@ struct BackwardItem {
       pack_score_panel(p.v, heads.b, seq.k_begin + j, heads.kv_head, count, p.dim_v, s.operand_rows,
                        s.v_panels + idx * panel_keys * operands<X>(p.dim_v));
       PoisonList poison{0, s.poison_keys + idx * t.keys};
-      pack_value_panel(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, value_depth, p.dim,
-                       s.operand_rows, s.kt_panels + idx * value_depth * round_up(p.dim, kPanel),
-                       poison);
+      if (want_dq) {
+        pack_value_panel(p.k, heads.b, seq.k_begin + j, heads.kv_head, count, value_depth, p.dim,
+                         s.operand_rows, s.kt_panels + idx * value_depth * round_up(p.dim, kPanel),
+                         poison);
+      }
       s.poison_counts[idx] = poison.count;
     }
   }
