@@ -161,17 +161,23 @@ struct BackwardItem {
     }
   }
 
-  // weights: scores -> P (after dropout); dscores: dP -> dX; dz when wanted; slope sums.
-  template <int N>
+  // weights: scores -> P (after dropout); dscores: dP -> dX; dz when wanted; slope sums. Without
+  // kOptions nothing is wanted but dX, and scores are only scaled: a third of the time, as nothing
+  // is decided per vector.
+  template <int N, bool kOptions>
   void differentiate(std::int64_t key_begin, int num_keys, bool border, bool staged,
                      const QueryData<X>& x) {
     constexpr int kRow = N * kWidth<R>;
     using V = Vec<R>;
     const Variant& variant = p.variant;
     // Read once: what is stored below could be anything for all the compiler knows.
-    const bool natural = !variant.scale_only(), dropout = variant.dropout();
-    const bool has_slopes = variant.has_slopes, with_sinks = call.sink_sums != nullptr;
-    const bool store_dz = want_dz, shifted = *x.shifted;
+    const bool natural = kOptions && !variant.scale_only();
+    const bool dropout = kOptions && variant.dropout();
+    const bool has_slopes = kOptions && variant.has_slopes;
+    const bool with_sinks = kOptions && call.sink_sums != nullptr;
+    const bool store_dz = kOptions && want_dz, shifted = kOptions && *x.shifted;
+    const bool with_addend = kOptions && staged;
+    R *const weights = s.weights, *const dscores = s.dscores;
     const V one = splat<R>(R(1)), kept = splat<R>(static_cast<R>(keep_scale(variant)));
     for (int n = 0; n < N; ++n) {
       const int column = n * kWidth<R>;
@@ -190,8 +196,8 @@ struct BackwardItem {
       }
       for (int key = 0; key < num_keys; ++key) {
         const int where = key * kRow + column;
-        V score_2 = load(s.weights + where), slope = one, dp = load(s.dscores + where);
-        if (staged) at.bias = load(s.addend + where);
+        V score_2 = load(weights + where), slope = one, dp = load(dscores + where);
+        if (with_addend) at.bias = load(s.addend + where);
         if (natural) {
           if (has_slopes) {
             at.distance = VectorArith<R>::abs(position - splat<R>(static_cast<R>(key_begin + key)));
@@ -212,9 +218,9 @@ struct BackwardItem {
         }
         V dz = weight * (dp - delta);
         V dx = natural ? dz * slope : dz;
-        if (staged || border) {
+        if (with_addend || border) {
           IntVec<R> seen = splat<Int<R>>(-1);
-          if (staged) seen = at.bias != splat<R>(kEmpty<R>);
+          if (with_addend) seen = at.bias != splat<R>(kEmpty<R>);
           if (border) {
             const IntVec<R> j = splat<Int<R>>(key);
             seen = seen & (j >= first) & (j < last);
@@ -226,9 +232,10 @@ struct BackwardItem {
         if (has_slopes) slope_sum = fma(dz, at.distance, slope_sum);
         if (with_sinks) dz_sum += dz;
         if (store_dz) store(s.dz + where, dz);
-        store(s.weights + where, dropped);
-        store(s.dscores + where, dx);
+        store(weights + where, dropped);
+        store(dscores + where, dx);
       }
+      if (!kOptions) continue;
       store(x.slope_sum + column, load(x.slope_sum + column) + slope_sum);
       store(x.dz_sum + column, load(x.dz_sum + column) + dz_sum);
     }
@@ -411,7 +418,13 @@ struct BackwardItem {
     if (p.variant.dropout()) {
       draw_dropout(p, tile, key_begin, num_keys, s.lanes, s.dropout);
     }
-    differentiate<N>(key_begin, num_keys, border, add, x);
+    const bool options = !p.variant.scale_only() || p.variant.dropout() || call.sink_sums ||
+                         want_dz || *x.shifted || add;
+    if (options) {
+      differentiate<N, true>(key_begin, num_keys, border, add, x);
+    } else {
+      differentiate<N, false>(key_begin, num_keys, border, add, x);
+    }
 
     for (std::int64_t y = num_keys * kRow; y < round_up(num_keys, kOuterRows) * kRow; ++y) {
       s.weights[y] = s.dscores[y] = R(0);
