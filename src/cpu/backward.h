@@ -1,10 +1,11 @@
 // Backward, one work item: a chunk of queries of one (sequence, key/value head), or all its chunks.
 //
-//   for each chunk of queries, with its own dK and dV: for each stretch of keys, packed once
-//     for each query tile, for each key tile
+//   for as many chunks of queries as a pass takes: for each stretch of keys, packed once
+//     for each chunk, with its own dK and dV: for each query tile, for each key tile
 //       scores = K Qt, dP = V dOt, P = 2^(score - lse), dZ = P (dP - delta), delta = dO . O - dLSE
 //       dV += P^T dO;  dK += dX^T Q;  dQt += K^T dX
-//   sum the chunks in order, scale, store
+//     sum the chunks in order
+//   scale, store
 //
 // Invariant: every sum is plain, P being final, and in an order that depends on lengths alone.
 // Compiled once per instruction set; includes chunk_sums.h.
@@ -37,7 +38,8 @@ struct BackwardItem {
   BackwardScratch<X>& s;
   HeadGroup heads;
   Sequence seq;
-  R *dk, *dv;  // private sums of the current chunk, [key][d]; null when not wanted
+  R *dk, *dv;              // private sums of the current chunk, [key][d]; null when not wanted
+  R *total_dk, *total_dv;  // what they are added to; null where nothing is
   bool want_dq;
   bool want_dz;  // dZ itself is wanted, in s.dz
 
@@ -486,70 +488,114 @@ struct BackwardItem {
     }
   }
 
-  // Rows [row_begin, row_end) against all their keys; at most kPassTiles tiles.
-  void pass(std::int64_t row_begin, std::int64_t row_end, double* slope_sums, double* sink_sums) {
-    const Tiles& t = call.tiles;
-    const std::int64_t num_tiles = (row_end - row_begin + kLanes<R> - 1) / kLanes<R>;
-    for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
-      const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
+  // What a pass takes of one chunk, at most pass_tiles tiles. A chunk that is larger is taken in
+  // several passes.
+  struct Piece {
+    std::int64_t chunk, row_begin, row_end, first_tile;
+    KeyInterval keys;   // of the whole chunk, in whole tiles
+    bool begins, ends;  // the chunk
+    std::int64_t tiles() const { return (row_end - row_begin + kLanes<R> - 1) / kLanes<R>; }
+  };
+
+  template <class Function>
+  void for_each_tile(const Piece& piece, Function&& function) {
+    for (std::int64_t idx = 0; idx < piece.tiles(); ++idx) {
+      const QueryTile q = tile(piece.row_begin + idx * kLanes<R>, piece.row_end);
       set_lanes(p, q, s.lanes);
-      load_queries(q, s.query_data(p, idx));
-      weigh_far_rows(q, s.query_data(p, idx));
-    }
-    const TileRange all =
-        kv_range(p.variant, seq.used, row_begin / heads.group, (row_end - 1) / heads.group + 1);
-    const std::int64_t last = round_up(all.end, t.keys);
-    const std::int64_t end = last < seq.used.k ? last : seq.used.k;
-    for (std::int64_t super = all.begin / t.keys * t.keys; super < end; super += t.super_keys) {
-      const std::int64_t key_end = super + t.super_keys < end ? super + t.super_keys : end;
-      pack(super, key_end);
-      for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
-        const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
-        const QueryData<X> x = s.query_data(p, idx);
-        set_lanes(p, q, s.lanes);
-        for (std::int64_t j = super; j < key_end; j += t.keys) {
-          const int count = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
-          const KeyCut cut = attend_any(q, j, count, (j - super) / t.keys, x);
-          if (cut.count > 0 && call.wants.bias_in_main_pass()) {
-            store_bias_gradient(q, j + cut.first, cut.count);
-          }
-        }
-      }
-    }
-    for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
-      const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
-      const QueryData<X> x = s.query_data(p, idx);
-      set_lanes(p, q, s.lanes);
-      if (want_dq) store_dq(q, x);
-      if (sink_sums) add_sinks(q, x, sink_sums);
-      for (int lane = 0; slope_sums && lane < q.rows; ++lane) {
-        slope_sums[s.lanes.head[lane] - heads.first_head] -= double{x.slope_sum[lane]};
-      }
+      function(q, s.query_data(p, piece.first_tile + idx));
     }
   }
 
-  // One chunk of queries; dk and dv are private and cleared for the keys it sees.
-  KeyInterval chunk(std::int64_t idx) {
-    const std::int64_t rows = chunk_rows(seq.used.q), i0 = idx * rows;
-    const std::int64_t i1 = i0 + rows < seq.used.q ? i0 + rows : seq.used.q;
-    if (i0 >= i1) return {0, 0};
-    const TileRange all = kv_range(p.variant, seq.used, i0, i1);
-    const std::int64_t begin = all.begin / call.tiles.keys * call.tiles.keys;
-    const std::int64_t end = round_up(all.end, call.tiles.keys);
-    if (dk) {
-      const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
-      for (std::int64_t x = begin * dim; x < end * dim; ++x) dk[x] = R(0);
-      for (std::int64_t x = begin * dim_v; x < end * dim_v; ++x) dv[x] = R(0);
+  static void clear(R* sums, KeyInterval keys, std::int64_t dim) {
+    for (std::int64_t x = keys.begin * dim; x < keys.end * dim; ++x) sums[x] = R(0);
+  }
+  static void add(R* to, const R* sums, KeyInterval keys, std::int64_t dim) {
+    for (std::int64_t x = keys.begin * dim; x < keys.end * dim; ++x) to[x] += sums[x];
+  }
+
+  // Pieces against all their keys: every stretch is packed once for all of them, and the private
+  // sums of its keys are cleared, formed and added while they are in cache.
+  void pass(const Piece* pieces, int count) {
+    const Tiles& t = call.tiles;
+    const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
+    KeyInterval all = pieces[0].keys;
+    for (int n = 0; n < count; ++n) {
+      for_each_tile(pieces[n], [&](const QueryTile& q, const QueryData<X>& x) {
+        load_queries(q, x);
+        weigh_far_rows(q, x);
+      });
+      if (pieces[n].keys.begin < all.begin) all.begin = pieces[n].keys.begin;
+      if (pieces[n].keys.end > all.end) all.end = pieces[n].keys.end;
     }
+    for (std::int64_t super = all.begin; super < all.end; super += t.super_keys) {
+      const std::int64_t super_end =
+          super + t.super_keys < all.end ? super + t.super_keys : all.end;
+      const std::int64_t key_end = super_end < seq.used.k ? super_end : seq.used.k;
+      pack(super, key_end);
+      for (int n = 0; n < count; ++n) {
+        const Piece& piece = pieces[n];
+        const KeyInterval keys{super > piece.keys.begin ? super : piece.keys.begin,
+                               super_end < piece.keys.end ? super_end : piece.keys.end};
+        if (dk && piece.begins) {
+          clear(dk, keys, dim);
+          clear(dv, keys, dim_v);
+        }
+        for_each_tile(piece, [&](const QueryTile& q, const QueryData<X>& x) {
+          for (std::int64_t j = keys.begin; j < keys.end; j += t.keys) {
+            const int num_keys = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
+            const KeyCut cut = attend_any(q, j, num_keys, (j - super) / t.keys, x);
+            if (cut.count > 0 && call.wants.bias_in_main_pass()) {
+              store_bias_gradient(q, j + cut.first, cut.count);
+            }
+          }
+        });
+        if (total_dk && piece.ends) {
+          add(total_dk, dk, keys, dim);
+          add(total_dv, dv, keys, dim_v);
+        }
+      }
+    }
+    for (int n = 0; n < count; ++n) finish(pieces[n]);
+  }
+
+  void finish(const Piece& piece) {
     const std::int64_t at =
-        ((heads.b * p.heads_k + heads.kv_head) * call.num_chunks + idx) * p.group;
-    const std::int64_t step = kPassTiles * kLanes<R>;
-    for (std::int64_t r = i0 * p.group; r < i1 * p.group; r += step) {
-      const std::int64_t row_end = r + step < i1 * p.group ? r + step : i1 * p.group;
-      pass(r, row_end, call.slope_sums ? call.slope_sums + at : nullptr,
-           call.sink_sums ? call.sink_sums + at : nullptr);
+        ((heads.b * p.heads_k + heads.kv_head) * call.num_chunks + piece.chunk) * p.group;
+    for_each_tile(piece, [&](const QueryTile& q, const QueryData<X>& x) {
+      if (want_dq) store_dq(q, x);
+      if (call.sink_sums) add_sinks(q, x, call.sink_sums + at);
+      for (int lane = 0; call.slope_sums && lane < q.rows; ++lane) {
+        call.slope_sums[at + s.lanes.head[lane] - heads.first_head] -= double{x.slope_sum[lane]};
+      }
+    });
+  }
+
+  // Chunks of queries, in order.
+  void run(std::int64_t first_chunk, std::int64_t end_chunk) {
+    const std::int64_t rows = chunk_rows(seq.used.q), step = s.pass_tiles * kLanes<R>;
+    Piece pieces[kPassTiles];
+    int count = 0;
+    std::int64_t tiles = 0;
+    for (std::int64_t idx = first_chunk; idx < end_chunk; ++idx) {
+      const std::int64_t i0 = idx * rows, i1 = i0 + rows < seq.used.q ? i0 + rows : seq.used.q;
+      if (i0 >= i1) break;
+      const TileRange seen = kv_range(p.variant, seq.used, i0, i1);
+      const KeyInterval keys{seen.begin / call.tiles.keys * call.tiles.keys,
+                             round_up(seen.end, call.tiles.keys)};
+      const std::int64_t begin = i0 * p.group, end = i1 * p.group;
+      for (std::int64_t r = begin; r < end; r += step) {
+        const std::int64_t row_end = r + step < end ? r + step : end;
+        Piece piece{idx, r, row_end, tiles, keys, r == begin, row_end == end};
+        if (tiles + piece.tiles() > s.pass_tiles) {
+          pass(pieces, count);
+          count = 0;
+          piece.first_tile = tiles = 0;
+        }
+        pieces[count++] = piece;
+        tiles += piece.tiles();
+      }
     }
-    return {begin, end};
+    if (count > 0) pass(pieces, count);
   }
 };
 
@@ -562,14 +608,16 @@ void backward_item(const BackwardCall& call, std::int64_t index, int worker) {
   const bool by_chunk = call.by_chunk;
   const bool totals = call.wants.dkv && !by_chunk && call.num_chunks > 1;
   Arena arena(call.scratch + static_cast<std::size_t>(worker) * call.scratch_bytes);
-  BackwardScratch<X> s(arena, p, call.tiles, call.wants.dkv && !by_chunk, totals,
-                       call.wants.bias_in_main_pass());
+  BackwardScratch<X> s(arena, p, call.tiles, pass_tiles_of<R>(p, by_chunk ? 1 : call.num_chunks),
+                       call.wants.dkv && !by_chunk, totals, call.wants.bias_in_main_pass());
   const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
   BackwardItem<X> work{call,
                        p,
                        s,
                        head_group(p, item.b, item.kv_head),
                        seq,
+                       nullptr,
+                       nullptr,
                        nullptr,
                        nullptr,
                        bool(call.t.dq),
@@ -582,7 +630,7 @@ void backward_item(const BackwardCall& call, std::int64_t index, int worker) {
       work.dk = sums + idx * chunk_elements_of<R>(p);
       work.dv = work.dk + round_up(p.longest_k, kMostTileKeys) * dim;
     }
-    work.chunk(item.row_begin);
+    work.run(item.row_begin, item.row_begin + 1);
     return;
   }
   if (call.wants.dkv) {
@@ -595,12 +643,11 @@ void backward_item(const BackwardCall& call, std::int64_t index, int worker) {
     for (std::int64_t x = 0; x < keys * dim; ++x) dk[x] = R(0);
     for (std::int64_t x = 0; x < keys * dim_v; ++x) dv[x] = R(0);
   }
-  for (std::int64_t idx = 0; idx < call.num_chunks; ++idx) {
-    const KeyInterval touched = work.chunk(idx);
-    if (!totals) continue;
-    for (std::int64_t x = touched.begin * dim; x < touched.end * dim; ++x) dk[x] += work.dk[x];
-    for (std::int64_t x = touched.begin * dim_v; x < touched.end * dim_v; ++x) dv[x] += work.dv[x];
+  if (totals) {
+    work.total_dk = dk;
+    work.total_dv = dv;
   }
+  work.run(0, call.num_chunks);
   if (!call.wants.dkv) return;
   const Item all{item.b, item.kv_head, 0, seq.used.k};
   store_key_gradient<R>(call, all, call.t.dk, dk, p.dim, p.variant.scale, s.row);

@@ -43,7 +43,8 @@ struct BiasGradientItem {
     const Sequence& seq = p.sequences[static_cast<std::size_t>(b)];
     i_end = i_end < seq.used.q ? i_end : seq.used.q;
     j_end = j_end < seq.used.k ? j_end : seq.used.k;
-    BackwardItem<X> work{call, p, s, {b, h / p.group, h, 1}, seq, nullptr, nullptr, false, true};
+    BackwardItem<X> work{
+        call, p, s, {b, h / p.group, h, 1}, seq, nullptr, nullptr, nullptr, nullptr, false, true};
     const QueryData<X> x = s.query_data(p, 0);
     const bool one_tile = i_end - i_begin <= kLanes<R>;
     for (std::int64_t j = j_begin; j < j_end; j += call.tiles.keys) {
@@ -122,7 +123,7 @@ void bias_gradient_item(const BackwardCall& call, std::int64_t item, int worker)
   using R = SumOf<X>;
   const Problem& p = *call.problem;
   Arena arena(call.scratch + static_cast<std::size_t>(worker) * call.scratch_bytes);
-  BackwardScratch<X> scratch(arena, p, call.tiles, false, false, true);
+  BackwardScratch<X> scratch(arena, p, call.tiles, 1, false, false, true);
   R* sums = arena.take<R>(std::int64_t{call.tiles.keys} * kLanes<R>);
   BiasGradientItem<X> work{call, p, scratch, sums};
   work.run(BiasTiles<R>(call), item);

@@ -65,7 +65,16 @@ struct ForwardScratch {
 
 // ---- backward ----
 
-inline constexpr int kPassTiles = 16;  // query tiles of one pass
+inline constexpr int kPassTiles = 48;  // query tiles of one pass, at most
+
+// Those of an item with so many chunks.
+template <class R>
+inline std::int64_t pass_tiles_of(const Problem& p, std::int64_t chunks) {
+  const std::int64_t rows = chunk_rows(p.longest_q);
+  const std::int64_t queries = rows < p.longest_q ? rows : p.longest_q;
+  const std::int64_t tiles = chunks * ((queries * p.group + kLanes<R> - 1) / kLanes<R>);
+  return tiles < 1 ? 1 : tiles < kPassTiles ? tiles : kPassTiles;
+}
 
 // The query side of one tile, prepared once per pass.
 template <class X>
@@ -117,11 +126,12 @@ struct BackwardScratch {
   ScoreFactor<X> factor;
   std::byte* query_block;
   std::size_t query_bytes;
+  std::int64_t pass_tiles;
 
-  // chunk_*: when items are heads. total_*: when a head has several chunks.
-  BackwardScratch(Arena& arena, const Problem& p, const Tiles& t, bool chunks, bool totals,
-                  bool with_dz)
-      : lanes(arena, kLanes<R>), factor(score_factor<X>(p)) {
+  // num_tiles: of a pass. chunk_*: when items are heads. total_*: when a head has several chunks.
+  BackwardScratch(Arena& arena, const Problem& p, const Tiles& t, std::int64_t num_tiles,
+                  bool chunks, bool totals, bool with_dz)
+      : lanes(arena, kLanes<R>), factor(score_factor<X>(p)), pass_tiles(num_tiles) {
     constexpr int kL = kLanes<R>;
     const std::int64_t key_tiles = t.super_keys / t.keys;
     const std::int64_t panel_keys = round_up(t.keys, kPanel);
@@ -156,7 +166,7 @@ struct BackwardScratch {
     Arena one(nullptr);
     QueryData<X>(one, p);
     query_bytes = one.used();
-    query_block = arena.take<std::byte>(static_cast<std::int64_t>(query_bytes) * kPassTiles);
+    query_block = arena.take<std::byte>(static_cast<std::int64_t>(query_bytes) * pass_tiles);
   }
   QueryData<X> query_data(const Problem& p, std::int64_t idx) const {
     Arena arena(query_block + static_cast<std::size_t>(idx) * query_bytes);

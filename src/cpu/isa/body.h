@@ -26,10 +26,11 @@ static std::size_t backward_scratch(const Problem& p, const Tiles& t, const Back
                                     bool by_chunk, std::int64_t num_chunks) {
   return with_operands(p, [&]<class X>(X) {
     Arena main(nullptr);
-    BackwardScratch<X>(main, p, t, wants.dkv && !by_chunk, wants.dkv && !by_chunk && num_chunks > 1,
+    BackwardScratch<X>(main, p, t, pass_tiles_of<SumOf<X>>(p, by_chunk ? 1 : num_chunks),
+                       wants.dkv && !by_chunk, wants.dkv && !by_chunk && num_chunks > 1,
                        wants.bias_in_main_pass());
     Arena bias(nullptr);
-    BackwardScratch<X>(bias, p, t, false, false, true);
+    BackwardScratch<X>(bias, p, t, 1, false, false, true);
     bias.take<SumOf<X>>(std::int64_t{t.keys} * kLanes<SumOf<X>>);
     return wants.dbias_broadcast && bias.used() > main.used() ? bias.used() : main.used();
   });
