@@ -23,6 +23,9 @@ from onefold._bench import attentions
 from onefold._bench.cases import Case, Record, record_of
 
 MIN_SECONDS = 0.02  # a sample repeats a call until it takes this long
+# Before a sample or a probe. The threads of whoever came before go on spinning for some
+# milliseconds (libgomp's, which torch uses, for about four) on processors that are wanted now.
+SETTLE_SECONDS = 0.01
 PROBE_SECONDS = 0.03
 # A candidate whose rounds would take longer sits some of them out.
 MOST_SECONDS = 2.5
@@ -47,7 +50,8 @@ def keep_freed_memory() -> None:
 
 
 def seconds_of(call: attentions.Call) -> float:
-    """Of one call, averaged over as many as a sample needs."""
+    """Of one call, averaged over as many as a sample needs, on processors that have settled."""
+    time.sleep(SETTLE_SECONDS)
     calls = 0
     start = time.perf_counter()
     while True:
@@ -58,13 +62,27 @@ def seconds_of(call: attentions.Call) -> float:
             return elapsed / calls
 
 
+def seconds_of_one_thread(call: attentions.Call, threads: int) -> float:
+    """The same of onefold with one thread, which afterwards has so many again, started."""
+    onefold.set_num_threads(1)
+    seconds = seconds_of(call)
+    onefold.set_num_threads(threads)
+    call()
+    return seconds
+
+
 def make_probe(case: Case, x: attentions.Inputs, pool: ThreadPoolExecutor) -> Callable[[], float]:
     """What all threads reach together, per second and in units of `case.work`."""
-    if not case.decode:
-        return lambda: sum(pool.map(_core.fma_rate, [PROBE_SECONDS] * case.threads))
     parts = [y.view(-1).chunk(case.threads) for y in (x.k, x.v)]
     seconds = [PROBE_SECONDS] * case.threads
-    return lambda: sum(pool.map(_core.read_rate, *parts, seconds))
+
+    def probe() -> float:
+        time.sleep(SETTLE_SECONDS)
+        if case.decode:
+            return sum(pool.map(_core.read_rate, *parts, seconds))
+        return sum(pool.map(_core.fma_rate, seconds))
+
+    return probe
 
 
 def rounds_that_count(probes: Sequence[float]) -> list[int]:
@@ -93,11 +111,14 @@ def measure(case: Case, names: Sequence[str], rounds: int) -> list[Record]:
             errors[name] = attentions.error_of(result, case, x)
             turns[name] = min(rounds, max(1, int(MOST_SECONDS / first)))
         seconds: dict[str, list[float]] = {name: [] for name in names}
+        alone = []  # onefold with one thread, of the same rounds
         probes = [probe()]
         for i in range(rounds):
             for name in names:
                 if i < turns[name]:
                     seconds[name].append(seconds_of(calls[name]))
+                    if name == "onefold" and case.threads > 1:
+                        alone.append(seconds_of_one_thread(calls[name], case.threads))
             probes.append(probe())
     counting = rounds_that_count(probes)
     lines = []
@@ -105,7 +126,11 @@ def measure(case: Case, names: Sequence[str], rounds: int) -> list[Record]:
         timed = [(s, (probes[i] + probes[i + 1]) / 2) for i, s in enumerate(seconds[name])]
         steady = [timed[i] for i in counting if i < len(timed)]
         line = record_of(name, case, steady or timed, errors[name])
-        about = {"load": load, "rounds_left_out": len(timed) - len(steady)}
+        about: Record = {"load": load, "rounds_left_out": len(timed) - len(steady)}
+        if name == "onefold" and alone:
+            about["over_one_thread"] = statistics.median(
+                one / all_threads for one, all_threads in zip(alone, seconds[name], strict=True)
+            )
         lines.append(line | machine() | about)
     return lines
 

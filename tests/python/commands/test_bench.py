@@ -171,6 +171,8 @@ def test_a_run_with_decoding_writes_lines_tables_and_a_picture(tmp_path, capsys)
     for x in found:
         assert x["error"] < 2.0**-8  # a wrong group of heads errs by about 1
         assert x["percent_of_probe"] > 0
+        several = x["candidate"] == "onefold" and x["threads"] == 2
+        assert ("over_one_thread" in x) == several
     assert "decode" in printed
     assert "times as fast as sdpa" in printed
     assert out.with_suffix(".png").read_bytes()[1:4] == b"PNG"
@@ -228,6 +230,9 @@ def test_sixteen_bits_are_held_to_float32_and_two_threads_to_one():
     two = line("onefold", 90, threads=2, seconds=0.6e-3)
     (found,) = goals.judge([wide, two])[1]
     assert (found.goal, round(found.value, 3)) == ("x one thread", 1.667)
+    assert goals.judge([wide, two | {"over_one_thread": 1.95}])[1] == []
+    (found,) = goals.judge([wide | {"seconds": 2e-3}, two | {"over_one_thread": 1.5}])[1]
+    assert (found.goal, found.value) == ("x one thread", 1.5)
 
 
 def test_every_cell_is_in_a_table_of_at_most_80_columns(capsys):
