@@ -34,7 +34,7 @@ struct ForwardSpec {
     const int v = tile::shared_tile_bytes(tile_k, row_bytes_v());
     const int out = tile::shared_tile_bytes(tile_q, row_bytes_v());
     const int all = q + stages * (k + v);
-    return (all > out ? all : out) + 32;
+    return (all > out ? all : out) + 96;
   }
 
   constexpr const char* invalid() const {

@@ -64,8 +64,9 @@ struct PortableForward : Worker {
   };
   // What the loop rarely needs, read when needed: registers are for products.
   struct Facts {
-    int row0, num_q, num_k;    // first row of the tile, local; used lengths
-    int tile_end;              // behind the last key tile that some row sees
+    QueryTile tile;            // what this block owns
+    int num_q, num_k;          // used lengths
+    int tile_begin, tile_end;  // key tiles that some row sees
     int full_begin, full_end;  // key tiles that every row sees
     int hides;                 // some of these keys are hidden from some row
   };
@@ -98,18 +99,26 @@ struct PortableForward : Worker {
   __forceinline__ int fact(int Facts::*which) const {
     return static_cast<int>(ptx::ld_shared_32(ptx::shared_address(&(shared.facts.*which))));
   }
+  __forceinline__ int first_row() const {
+    return static_cast<int>(ptx::ld_shared_32(ptx::shared_address(&shared.facts.tile.row0)));
+  }
   __forceinline__ Lengths lengths() const { return {fact(&Facts::num_q), fact(&Facts::num_k)}; }
   __forceinline__ bool packed() const { return p.sequences.cu_q.bytes != 0; }
 
   // Which tile of which head this block owns. False when it has no rows.
   __forceinline__ bool locate() {
     const QueryTile tile = query_tile_at(p, ptx::block_idx(), kSpec.tile_q, args.longest_first);
+    take(tile);
+    return tile.present();
+  }
+  // The same once more, after a loop through which it is not kept.
+  __forceinline__ void recall() { take(shared.facts.tile); }
+  __forceinline__ void take(const QueryTile& tile) {
     at = tile.at;
     row0 = tile.row0;
     num_rows = tile.num_rows;
     q_row = tile.q_row;
     k_row = tile.k_row;
-    return tile.present();
   }
 
   __forceinline__ tile::GlobalRows rows_at(const RowsView& view, i64 row, int head, int count,
@@ -169,21 +178,18 @@ struct PortableForward : Worker {
   }
 
   // ---- which key tiles ----
-  int tile_begin, tile_end;  // seen by some row
-
   __forceinline__ void find_keys() {
     constexpr i64 kTile = kSpec.tile_k;
     const int row_end = row0 + kSpec.tile_q < at.n.q ? row0 + kSpec.tile_q : at.n.q;
     TileRange range{0, 0, 0, 0};
     if (row0 < row_end) range = kv_range(p.variant, at.n, row0, row_end);
-    tile_begin = static_cast<int>(range.begin / kTile);
-    tile_end =
-        range.end > range.begin ? static_cast<int>((range.end + kTile - 1) / kTile) : tile_begin;
     Facts f;
-    f.row0 = row0;
+    f.tile = {at, row0, num_rows, q_row, k_row};
+    f.tile_begin = static_cast<int>(range.begin / kTile);
+    f.tile_end =
+        range.end > range.begin ? static_cast<int>((range.end + kTile - 1) / kTile) : f.tile_begin;
     f.num_q = static_cast<int>(at.n.q);
     f.num_k = static_cast<int>(at.n.k);
-    f.tile_end = tile_end;
     f.full_begin = static_cast<int>((range.full_begin + kTile - 1) / kTile);
     f.full_end = static_cast<int>(range.full_end / kTile);
     f.hides = range.full_begin > range.begin || range.full_end < range.end;
@@ -193,8 +199,7 @@ struct PortableForward : Worker {
   __forceinline__ u32 class_of(int tile) const {
     const MaskClassesView& m = p.mask_classes;
     const int key_tile = m.one_key ? 0 : tile;
-    const i64 where =
-        at.b * m.batch + at.h * m.head + fact(&Facts::row0) / kSpec.tile_q * m.query_tile;
+    const i64 where = at.b * m.batch + at.h * m.head + first_row() / kSpec.tile_q * m.query_tile;
     return m.words[where + key_tile / 16] >> 2 * (key_tile % 16) & 3u;
   }
   // The first tile from `tile` on that is not all hidden.
@@ -238,8 +243,7 @@ struct PortableForward : Worker {
       }
       tile::multiply_rows<Op, QTile, KTile>(s, at_q, k_at);
     }
-    const Positions positions{fact(&Facts::row0) + warp * kWarpRows, i64{tile} * kSpec.tile_k,
-                              lengths()};
+    const Positions positions{first_row() + warp * kWarpRows, i64{tile} * kSpec.tile_k, lengths()};
     if constexpr (Scores<kFeatures>::kNatural) {
       positions.for_each(p.readable, [&](int m, int n, int idx, i64 i, i64 j, float distance) {
         float& x = s[m][n][idx];
@@ -379,8 +383,7 @@ struct PortableForward : Worker {
 
   // Only kept weights meet V.
   __forceinline__ void drop(float (&s)[kRowTiles][kBlocks][4], int tile) {
-    const Positions positions{fact(&Facts::row0) + warp * kWarpRows, i64{tile} * kSpec.tile_k,
-                              lengths()};
+    const Positions positions{first_row() + warp * kWarpRows, i64{tile} * kSpec.tile_k, lengths()};
     for_each_kept(positions, at, seed, args.keep_threshold, [&](int m, int n, int idx, bool kept) {
       if (!kept) s[m][n][idx] = 0.0f;
     });
@@ -417,7 +420,7 @@ struct PortableForward : Worker {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) state[m][0] = state[m][1] = Softmax<Mufu>{};
     const float to_base_2 = Scores<kFeatures>::to_base_2(p);
-    int tile = next_tile(tile_begin), stage = 0;
+    int tile = next_tile(fact(&Facts::tile_begin)), stage = 0;
     if (tile < fact(&Facts::tile_end)) {
       copy_k(tile, 0);
       if constexpr (kSpec.stages == 2) copy_v(tile, 0);
@@ -527,10 +530,10 @@ struct PortableForward : Worker {
   // Values that are not finite, for the rows that see them. What a weight multiplies them by is
   // positive and does not count. A lane owns words of a row.
   __forceinline__ void spread_poison(const Scores<kFeatures>& scores) {
-    const i64 last = i64{tile_end} * kSpec.tile_k;
+    const i64 last = i64{fact(&Facts::tile_end)} * kSpec.tile_k;
     const int end = static_cast<int>(last < at.n.k ? last : at.n.k);
 #pragma unroll 1
-    for (int key = tile_begin * kSpec.tile_k; key < end; ++key) {
+    for (int key = fact(&Facts::tile_begin) * kSpec.tile_k; key < end; ++key) {
       const tile::GlobalRows v = rows_at(p.v, k_row + key, at.kv_head, 1, 1, p.dim_v);
       tile::for_poison<kElement>(v.data, v.dim, p.dim_v, [&](int word, float low, float high) {
         const u32 where = warp_out() + 4 * word;
@@ -558,18 +561,16 @@ struct PortableForward : Worker {
         lane);
   }
 
-  // Where this block works is found anew for each act: it costs little, and what is kept from one
-  // act to the next costs registers that the loop in between needs.
+  // Where this block works is read anew for each act: what is kept from one act to the next costs
+  // registers that the loop in between needs.
   __forceinline__ void run() {
     if (!locate()) return;
     if constexpr (kFeatures.dropout) seed = p.seed != nullptr ? *p.seed : p.variant.seed;
     q_at = tile::a_address<QTile>(ptx::shared_address(&shared.tiles.q), warp * kWarpRows);
-    if constexpr (kEarlyK) find_keys();
     copy_q();
     if (kEarlyK || p.q_factor != 1.0f) ptx::cp_async_commit();
-    if constexpr (kEarlyK) {
-      find_key_rows();
-    } else if (p.q_factor != 1.0f) {
+    find_keys();
+    if (!kEarlyK && p.q_factor != 1.0f) {
       ptx::cp_async_wait<0>();
       __syncthreads();
       factor_q();
@@ -578,14 +579,9 @@ struct PortableForward : Worker {
     bool careful = false;
 #pragma unroll 1
     while (true) {
-      if (!kEarlyK || careful) {
-        locate();
-        find_keys();
-        find_key_rows();
-      }
+      find_key_rows();
       attend(Scores<kFeatures>(p, at), careful);
-      locate();
-      find_keys();
+      recall();
       if (careful || !must_run_again()) break;
       careful = true;
     }
