@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from onefold import _core
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 MIN_SECONDS = 4e-3  # of a sample
 PROBE_SIZE = 8192  # of the square matrices whose product is the probe
-HOST_CALLS = 300
+HOST_CALLS, HOST_ROUNDS = 100, 25  # calls of a round
 BACKENDS = {
     "flash": "FLASH_ATTENTION",
     "cudnn": "CUDNN_ATTENTION",
@@ -105,18 +107,20 @@ def measure(case: Case, names: Sequence[str], rounds: int) -> list[dict[str, Any
     ]
 
 
-def host_seconds(call: Callable[[], Any]) -> float:
-    """Until a call returns, while the device keeps up."""
+def host_seconds(calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
+    """Until a call returns, while the device keeps up: of each call its rounds, the calls in turn,
+    so that what slows the host down for a while slows all of them down."""
     import torch
 
-    best = float("inf")
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(HOST_CALLS):
-            call()
-        best = min(best, (time.perf_counter() - start) / HOST_CALLS)
-    return best
+    rounds: list[list[float]] = [[] for _ in calls]
+    for _ in range(HOST_ROUNDS):
+        for call, seconds in zip(calls, rounds, strict=True):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                call()
+            seconds.append((time.perf_counter() - start) / HOST_CALLS)
+    return rounds
 
 
 def device_facts(dtype: str) -> list[dict[str, Any]]:
@@ -143,22 +147,29 @@ def device_facts(dtype: str) -> list[dict[str, Any]]:
             "first_call_seconds": cold,
         }
     ]
-    for name, attention in (("onefold", onefold_attention), ("sdpa", sdpa_attention)):
-        line: dict[str, Any] = {"kind": "host", "candidate": name}
-        for kind, requires_grad in (("seconds", False), ("seconds_with_autograd", True)):
-            q.requires_grad_(requires_grad)
-            with torch.set_grad_enabled(requires_grad):
-                attention(q, k, v, False)
-                line[kind] = host_seconds(lambda: attention(q, k, v, False))  # noqa: B023
-        found.append(line)
-    return found
+    attentions = {"onefold": onefold_attention, "sdpa": sdpa_attention}
+    lines: list[dict[str, Any]] = [{"kind": "host", "candidate": name} for name in attentions]
+    for kind, requires_grad in (("seconds", False), ("seconds_with_autograd", True)):
+        q.requires_grad_(requires_grad)
+        with torch.set_grad_enabled(requires_grad):
+            calls = [partial(attention, q, k, v, False) for attention in attentions.values()]
+            for call in calls:
+                call()
+            for line, seconds in zip(lines, host_seconds(calls), strict=True):
+                line[kind] = median(seconds)
+                line[f"least_{kind}"] = min(seconds)
+    return found + lines
 
 
 def sentence(line: dict[str, Any]) -> str:
     if line["kind"] == "device":
         return f"{line['name']}; first call {line['first_call_seconds']:.2f} s; {line['compiler']}"
-    without, with_autograd = (1e6 * line[key] for key in ("seconds", "seconds_with_autograd"))
+
+    def text(key: str) -> str:
+        least = line.get(f"least_{key}")  # older records are least times themselves
+        return f"{1e6 * line[key]:.1f} us" + (f" (least {1e6 * least:.1f})" if least else "")
+
+    without, with_autograd = text("seconds"), text("seconds_with_autograd")
     return (
-        f"host time of a small call, {line['candidate']}: {without:.1f} us, with autograd "
-        f"{with_autograd:.1f} us"
+        f"host time of a small call, {line['candidate']}: {without}, with autograd {with_autograd}"
     )
