@@ -47,7 +47,8 @@ struct Backward {
   T* at(i64 offset) const {
     return reinterpret_cast<T*>(workspace + offset);
   }
-  float scale() const { return static_cast<float>(p.variant.scale); }
+  // Without the power of two, which is in the keys.
+  float scale() const { return static_cast<float>(p.variant.scale / problem.scale_power); }
 
   void prepare_rows() {
     const BackwardSpec& spec = plan.spec;

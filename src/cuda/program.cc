@@ -51,8 +51,8 @@ constexpr const char* kSharedMemory =
 std::string text(const ForwardSpec& s) {
   return concat("{.arch = ", s.arch, ", .element = ", element_text(s.element), ", .dim = ", s.dim,
                 ", .dim_v = ", s.dim_v, ", .tile_q = ", s.tile_q, ", .tile_k = ", s.tile_k,
-                ", .warps = ", s.warps, ", .stages = ", s.stages,
-                ", .blocks_per_sm = ", s.blocks_per_sm,
+                ", .warps = ", s.warps, ", .sharing = ", s.sharing, ", .stages = ", s.stages,
+                ", .swizzled = ", flag(s.swizzled), ", .blocks_per_sm = ", s.blocks_per_sm,
                 ", .q_in_registers = ", flag(s.q_in_registers), ", .aligned = ", flag(s.aligned),
                 ", .whole = ", flag(s.whole), ", .features = ", text(s.features), "}");
 }

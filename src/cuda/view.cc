@@ -53,14 +53,23 @@ ProblemView view(const Problem& p) {
   v.dim_v = static_cast<int>(p.dim_v);
   v.variant = p.variant;
   v.seed = reinterpret_cast<const u64*>(p.device_seed);
-  // A scale so small that it vanishes in float is 0 there.
-  const float scale = static_cast<float>(std::fabs(p.variant.scale));
-  const float scale_log2 = static_cast<float>(std::fabs(p.variant.scale) * kLog2E);
-  const bool zero = scale == 0.0f || scale_log2 == 0.0f;
-  v.q_factor = zero ? 0.0f : p.variant.scale < 0 ? -1.0f : 1.0f;
-  v.score_factor = zero ? 1.0f : scale;
-  v.score_factor_log2 = zero ? static_cast<float>(kLog2E) : scale_log2;
+  v.scale_power = static_cast<float>(scale_power(p.variant.scale));
+  const double rest = std::fabs(p.variant.scale) / v.scale_power;
+  // What is too small all the same is 0 there.
+  const bool zero = rest < 0x1p-120;
+  v.scale_sign = zero ? 0.0f : p.variant.scale < 0 ? -1.0f : 1.0f;
+  v.score_factor = static_cast<float>(zero ? 1.0 : rest);
+  v.score_factor_log2 = static_cast<float>(zero ? kLog2E : rest * kLog2E);
   return v;
+}
+
+double scale_power(double scale) {
+  if (scale == 0) return 1;
+  constexpr int kLeast = -100, kLeastPower = -126;
+  const int exponent = std::ilogb(scale);
+  if (exponent >= kLeast) return 1;
+  // Half of it: then neither the numbers that are multiplied leave float32, nor their products.
+  return std::ldexp(1.0, std::max(std::min(exponent / 2, exponent - kLeast), kLeastPower));
 }
 
 float keep_scale_of(const Problem& p) {

@@ -19,6 +19,9 @@ kernels::GridView view(const Grid& grid);
 kernels::NumbersView view(const Numbers& numbers);
 kernels::ProblemView view(const Problem& problem);
 
+// The power of two that ProblemView::scale_power is for a scale.
+double scale_power(double scale);
+
 // Factor of kept weights, and what a word must reach to keep its weight.
 float keep_scale_of(const Problem& problem);
 u32 keep_threshold_of(const Problem& problem);

@@ -70,13 +70,19 @@ struct BackwardSpec {
   constexpr int dq_rows() const { return tile_q / warps_q(); }
   constexpr int dq_columns() const { return dim / warps_d(); }
 
+  // Tiles of q, k, v and dO: where registers suffice for the addresses (elsewhere, and for 10.0,
+  // the compiler would spill 8 to 32 bytes).
+  constexpr bool swizzled() const { return sharing == 2 && arch / 100 != 10; }
+
   constexpr int row_numbers() const { return backward_row_numbers(tile_q); }
   // Floats of dQ that a tile of rows sums up.
   constexpr int dq_numbers() const { return tile_q * dim; }
 
   constexpr int stage_bytes() const {
-    return tile::shared_tile_bytes(tile_q, row_bytes()) +
-           tile::shared_tile_bytes(tile_q, row_bytes_v()) + 4 * row_numbers();
+    const int bytes = tile::shared_tile_bytes(tile_q, row_bytes(), swizzled()) +
+                      tile::shared_tile_bytes(tile_q, row_bytes_v(), swizzled()) +
+                      4 * row_numbers();
+    return swizzled() ? tile::whole_lines(bytes) : bytes;
   }
   constexpr int ds_bytes() const {
     return element == Element::kFloat32 ? tile::shared_tile_bytes(tile_q, 4 * tile_k)
@@ -86,9 +92,10 @@ struct BackwardSpec {
     return paired ? tile_q * tile_k * size_bytes(element) : 16;
   }
   constexpr int shared_bytes() const {
-    return tile::shared_tile_bytes(tile_k, row_bytes()) +
-           tile::shared_tile_bytes(tile_k, row_bytes_v()) + stages * (stage_bytes() + ds_bytes()) +
-           exchange_bytes() + 4 * tile_k + 80;
+    const int bytes = tile::shared_tile_bytes(tile_k, row_bytes(), swizzled()) +
+                      tile::shared_tile_bytes(tile_k, row_bytes_v(), swizzled()) +
+                      stages * (stage_bytes() + ds_bytes()) + exchange_bytes() + 4 * tile_k + 80;
+    return swizzled() ? tile::whole_lines(bytes) : bytes;
   }
 
   constexpr const char* invalid() const {
@@ -111,7 +118,7 @@ struct BackwardSpec {
                          element == Element::kFloat32 || features.softcap || features.dropout)) {
       return "8 paired warps share keys, in 16 bits, without softcap and dropout";
     }
-    // Halves of a row are whole swizzled pieces of 128 bytes.
+    // Halves of a row are whole lines.
     if (sharing == 2 && ordered) return "turns need registers that pairs that share keys lack";
     if (sharing == 2 && (dim != 256 || dim_v != 256)) return "pairs share keys of head dim 256";
     if (warps_d() == 0) return "the warps cannot share dQ";
@@ -162,7 +169,7 @@ struct BackwardArguments {
   u32* turns = nullptr;   // how many blocks have added to a tile of dQ
   u32* ticket = nullptr;  // blocks in the order in which they began
   int key_tiles = 0;      // per key head: of one sequence, or of all packed ones together
-  float scale = 1;        // of the scores
+  float scale = 1;        // of the scores, without scale_power
   float keep_scale = 1;
   u32 keep_threshold = 0;
 };

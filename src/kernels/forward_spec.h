@@ -14,10 +14,12 @@ struct ForwardSpec {
   Element element = Element::kBFloat16;  // of q, k, v and out
   int dim = 128, dim_v = 128;            // padded to whole products
   int tile_q = 128, tile_k = 64;
-  int warps = 4;  // each owns tile_q / warps rows
+  int warps = 4;    // each owns tile_q / warps rows
+  int sharing = 1;  // 2: a pair of warps owns the rows of both, see block/row_share.cuh
   // 1: K and V take turns, each copied while the other is used. 2: the next K and V are copied
   // during a whole tile.
   int stages = 1;
+  bool swizzled = false;        // tiles of q, k and v, for which rows have to be whole lines
   int blocks_per_sm = 1;        // registers are allotted for this many
   bool q_in_registers = false;  // the fragments of q stay in registers
   bool aligned = true;          // rows go by 16-byte copies
@@ -28,13 +30,26 @@ struct ForwardSpec {
   constexpr int threads() const { return 32 * warps; }
   constexpr int row_bytes() const { return dim * size_bytes(element); }
   constexpr int row_bytes_v() const { return dim_v * size_bytes(element); }
+  // A warp's part of the columns of v has to be whole lines, too. Where warps share rows, the
+  // compiler would spill 8 bytes for 10.0.
+  constexpr bool can_be_swizzled() const {
+    return !(sharing == 2 && arch / 100 == 10) && element != Element::kFloat32 &&
+           row_bytes() % tile::kLine == 0 && row_bytes_v() % (tile::kLine * sharing) == 0;
+  }
+  // Of weights that warps hand to each other, and of numbers of their rows.
+  constexpr int exchange_bytes() const {
+    if (sharing == 1) return 0;
+    return tile_q * tile_k * size_bytes(element) + 4 * warps * pair_rows();
+  }
+  constexpr int pair_rows() const { return tile_q / warps * sharing; }
   constexpr int shared_bytes() const {
-    const int q = tile::shared_tile_bytes(tile_q, row_bytes());
-    const int k = tile::shared_tile_bytes(tile_k, row_bytes());
-    const int v = tile::shared_tile_bytes(tile_k, row_bytes_v());
+    const int q = tile::shared_tile_bytes(tile_q, row_bytes(), swizzled);
+    const int k = tile::shared_tile_bytes(tile_k, row_bytes(), swizzled);
+    const int v = tile::shared_tile_bytes(tile_k, row_bytes_v(), swizzled);
     const int out = tile::shared_tile_bytes(tile_q, row_bytes_v());
     const int all = q + stages * (k + v);
-    return (all > out ? all : out) + 96;
+    const int bytes = (all > out ? all : out) + exchange_bytes() + 96 + 4 * threads();
+    return swizzled ? tile::whole_lines(bytes) : bytes;
   }
 
   constexpr const char* invalid() const {
@@ -47,9 +62,14 @@ struct ForwardSpec {
     if (warps < 1 || warps > 16 || tile_q % (16 * warps) != 0) {
       return "each warp owns whole blocks of 16 rows";
     }
+    if (sharing != 1 && (sharing != 2 || warps % 2 != 0 || warps > 8 || tile_k % 32 != 0 ||
+                         element == Element::kFloat32 || !features.plain())) {
+      return "two warps share rows of 16-bit numbers where there is nothing but a scale";
+    }
     if (tile_k % 16 != 0 || tile_k < 16 || tile_k > 128) {
       return "tiles have 16 to 128 keys, a multiple of 16";
     }
+    if (swizzled && !can_be_swizzled()) return "16-bit rows that are whole lines are swizzled";
     if (stages < 1 || stages > 2) return "1 or 2 stages";
     if (shared_bytes() > 227 * 1024) return "the tiles exceed the shared memory of any device";
     return nullptr;

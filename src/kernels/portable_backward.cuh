@@ -53,10 +53,10 @@ struct PortableBackward : Worker {
   using Sums = DqSums<kSpec>;
 
   // ---- storage ----
-  using QTile = tile::SharedTile<kTileQ, kSpec.row_bytes()>;
-  using DoutTile = tile::SharedTile<kTileQ, kSpec.row_bytes_v()>;
-  using KTile = tile::SharedTile<kTileK, kSpec.row_bytes()>;
-  using VTile = tile::SharedTile<kTileK, kSpec.row_bytes_v()>;
+  using QTile = tile::SharedTile<kTileQ, kSpec.row_bytes(), kSpec.swizzled()>;
+  using DoutTile = tile::SharedTile<kTileQ, kSpec.row_bytes_v(), kSpec.swizzled()>;
+  using KTile = tile::SharedTile<kTileK, kSpec.row_bytes(), kSpec.swizzled()>;
+  using VTile = tile::SharedTile<kTileK, kSpec.row_bytes_v(), kSpec.swizzled()>;
   using DsTile = tile::TransposedTile<kElement, kTileK, kTileQ>;
   struct Stage {
     QTile q;
@@ -187,16 +187,18 @@ struct PortableBackward : Worker {
   }
 
   // ---- copies ----
+  // Without dO nothing depends on V: zeros stand for it, so that what it holds meets no zero of dO.
   __forceinline__ void copy_keys() {
     const int count = fact(&Facts::num_k) - fact(&Facts::j0);
     Copy<KTile>::load(ptx::shared_address(&shared.k),
                       rows_of<kElement>(p, p.k, fact(&Facts::b), fact(&Facts::k_row),
                                         fact(&Facts::kv_head), count, kTileK, p.dim),
                       thread);
-    Copy<VTile>::load(ptx::shared_address(&shared.v),
-                      rows_of<kElement>(p, p.v, fact(&Facts::b), fact(&Facts::k_row),
-                                        fact(&Facts::kv_head), count, kTileK, p.dim_v),
-                      thread);
+    Copy<VTile>::load(
+        ptx::shared_address(&shared.v),
+        rows_of<kElement>(p, p.v, fact(&Facts::b), fact(&Facts::k_row), fact(&Facts::kv_head),
+                          args.dout.data == nullptr ? 0 : count, kTileK, p.dim_v),
+        thread);
   }
   template <int kBy = kThreads>
   __forceinline__ void copy_rows(Step step, int stage) {
@@ -460,8 +462,8 @@ struct PortableBackward : Worker {
       const int along_q = warp % kSpec.warps_q(), along_d = warp / kSpec.warps_q();
       tile::multiply_transposed<DsTile, KTile, kTileK>(
           dq, DsTile::address(ptx::shared_address(&shared.ds[stage]), along_q * kSpec.dq_rows()),
-          tile::b_trans_address<Op, KTile>(ptx::shared_address(&shared.k)) +
-              along_d * kSpec.dq_columns() * Op::kBytes);
+          KTile::move(tile::b_trans_address<Op, KTile>(ptx::shared_address(&shared.k)), 0,
+                      along_d * kSpec.dq_columns() * Op::kBytes));
       const i64 number = rows_number(step);
       if constexpr (kSpec.ordered) await_turn(step, args.turns + number);
       Sums::add(args.dq + number * kSpec.dq_numbers() + warp * Sums::kWarpNumbers, dq, lane);
@@ -525,15 +527,17 @@ struct PortableBackward : Worker {
   // ---- finish ----
   // Gradients of a warp's keys leave through the tile of the keys themselves.
   template <class Tile, class Gradient>
-  __forceinline__ u32 stage_gradient(u32 tile, const Gradient& x, float factor) const {
+  __forceinline__ u32 stage_gradient(u32 tile, const Gradient& x, float factor,
+                                     float power = 1.0f) const {
     const u32 base = tile + Tile::offset(first_key(), part() * (Tile::kRowBytes / kSharing));
-    stage_rows<Tile, kElement>(base, lane, x, [factor](float number) { return number * factor; });
+    stage_rows<Tile, kElement>(base, lane, x,
+                               [=](float number) { return number * power * factor; });
     if constexpr (kSharing == 2) ptx::bar_sync((warp < kSpec.warps / 2 ? 5 : 9) + pair / 2, 64);
     return tile + Tile::offset(first_stored(), 0);
   }
   template <class Tile>
   __forceinline__ void store_gradient(u32 from, const RowsView& view, int num_columns) const {
-    using WarpTile = tile::SharedTile<kStoreKeys, Tile::kRowBytes>;
+    using WarpTile = tile::SharedTile<kStoreKeys, Tile::kRowBytes, kSpec.swizzled()>;
     const int first = first_stored();
     if (view.data == nullptr || fact(&Facts::j0) + first >= fact(&Facts::num_rows)) return;
     tile::RowCopy<WarpTile, kElement, 32, kSpec.aligned, kSpec.whole>::store(
@@ -586,13 +590,15 @@ struct PortableBackward : Worker {
     tile::clear(dk);
     loop<kValues, kKeys>(dv, dk);
     if constexpr (kValues) {
+      if (args.dout.data == nullptr) tile::clear(dv);  // whatever the weights are
       const u32 staged =
           stage_gradient<VTile>(ptx::shared_address(&shared.v), dv, args.keep_scale * W::kLeast);
       spread_poison(staged);
       store_gradient<VTile>(staged, args.dv, p.dim_v);
     }
     if constexpr (kKeys) {
-      const u32 staged = stage_gradient<KTile>(ptx::shared_address(&shared.k), dk, args.scale);
+      const u32 staged =
+          stage_gradient<KTile>(ptx::shared_address(&shared.k), dk, args.scale, p.scale_power);
       store_gradient<KTile>(staged, args.dk, p.dim);
     }
   }
@@ -607,6 +613,11 @@ struct PortableBackward : Worker {
       ptx::cp_async_commit();
       ptx::cp_async_wait<0>();
       __syncthreads();
+      if (p.scale_power != 1.0f) {
+        multiply_tile<KTile, kElement, kThreads>(ptx::shared_address(&shared.k), thread,
+                                                 p.scale_power);
+        __syncthreads();
+      }
       find_poison();
     }
     pair = kSpec.paired ? warp % (kSpec.warps / 2) : warp;

@@ -12,15 +12,19 @@
 //
 // "Is here" is cp.async.wait_group by every thread and then the block's barrier, which also tells
 // that the tile before is free. A warp owns 16 or 32 whole rows, so softmax needs no other warp,
-// and P goes from accumulators to operands in registers. References are raised only when they must
-// be (by 2^8), so O is rarely rescaled.
+// and P goes from accumulators to operands in registers; or two warps own 32 rows together, each
+// half the keys and half the columns (block/row_share.cuh). References are raised only when they
+// must be (by 2^8), so O is rarely rescaled.
 //
 // A value that is not finite at a key that only some rows see would reach all rows through 0 * NaN.
 // The loop does not look for it; if some row ends up not finite although its weights are, the block
 // runs again, carefully: such values are taken out of the tiles, and in the end the rows that see
-// them get them. Sequences have fewer than 2^31 rows; only addresses are 64-bit.
+// them get them. Rows that are still not finite have a sum of values beyond float32, and perhaps a
+// mean inside it: they run once more against references that are higher by kHeadroomLog2, which
+// make all weights smaller. Sequences have fewer than 2^31 rows; only addresses are 64-bit.
 #pragma once
 
+#include "kernels/block/row_share.cuh"
 #include "kernels/block/scores.cuh"
 #include "kernels/block/worker.cuh"
 #include "kernels/forward_spec.h"
@@ -38,10 +42,12 @@ struct PortableForward : Worker {
   static constexpr Features kFeatures = kSpec.features;
   using Op = tile::Operand<kElement>;
   static constexpr int kThreads = kSpec.threads();
-  static constexpr int kRowTiles = kSpec.tile_q / (16 * kSpec.warps);
-  static constexpr int kWarpRows = 16 * kRowTiles;
-  static constexpr int kBlocks = kSpec.tile_k / 8;
-  static constexpr int kOutBlocks = kSpec.dim_v / 8;
+  // Rows, keys of a tile and columns of O that a warp works on, and rows that it stores.
+  static constexpr int kSharing = kSpec.sharing;
+  static constexpr int kWarpRows = kSpec.pair_rows(), kRowTiles = kWarpRows / 16;
+  static constexpr int kWarpKeys = kSpec.tile_k / kSharing, kBlocks = kWarpKeys / 8;
+  static constexpr int kOutBlocks = kSpec.dim_v / 8 / kSharing;
+  static constexpr int kStoredRows = kWarpRows / kSharing;
   static constexpr int kQSteps = kSpec.q_in_registers ? kSpec.dim / Op::kDepth : 1;
   // Float32 with many columns: what depends on the thread is found anew where it is used, because
   // kept through the loop it would cost registers that there are not.
@@ -50,13 +56,20 @@ struct PortableForward : Worker {
   static constexpr bool kEarlyK = kSpec.q_in_registers;
   static constexpr float kExactLog2 = 4096.0f;  // beyond, c * s - c * ref is not exact enough
   static constexpr float kLargest = 3.402823466e38f;
+  // Sums of 2^31 values with weights below 2^8 stay in range. Those of float16 always do; wide
+  // heads with options have no registers for it.
+  static constexpr bool kMayOverflow =
+      kElement != Element::kFloat16 && (kSpec.dim_v <= 128 || kFeatures.plain());
+  static constexpr int kHeadroomLog2 = 40;
+  static constexpr float kHeadroom = static_cast<float>(i64{1} << kHeadroomLog2);
 
   // ---- storage ----
-  using QTile = tile::SharedTile<kSpec.tile_q, kSpec.row_bytes()>;
-  using KTile = tile::SharedTile<kSpec.tile_k, kSpec.row_bytes()>;
-  using VTile = tile::SharedTile<kSpec.tile_k, kSpec.row_bytes_v()>;
+  using QTile = tile::SharedTile<kSpec.tile_q, kSpec.row_bytes(), kSpec.swizzled>;
+  using KTile = tile::SharedTile<kSpec.tile_k, kSpec.row_bytes(), kSpec.swizzled>;
+  using VTile = tile::SharedTile<kSpec.tile_k, kSpec.row_bytes_v(), kSpec.swizzled>;
   using OutTile = tile::SharedTile<kSpec.tile_q, kSpec.row_bytes_v()>;
-  using WarpOutTile = tile::SharedTile<kWarpRows, kSpec.row_bytes_v()>;
+  using WarpOutTile = tile::SharedTile<kStoredRows, kSpec.row_bytes_v()>;
+  using Share = RowShare<kSpec>;
   struct Tiles {
     QTile q;
     KTile k[kSpec.stages];
@@ -69,13 +82,15 @@ struct PortableForward : Worker {
     int tile_begin, tile_end;  // key tiles that some row sees
     int full_begin, full_end;  // key tiles that every row sees
     int hides;                 // some of these keys are hidden from some row
+    int careful;               // what this pass does that the first one does not
   };
-  struct Shared {
+  struct Shared : RowExchange<kSpec> {
     union {
       Tiles tiles;
       OutTile out;
     };
     alignas(16) Facts facts;
+    u32 headroom[kThreads];  // the rows of a thread that have it, a bit each
   };
   static_assert(sizeof(Shared) == kSpec.shared_bytes());
 
@@ -112,7 +127,15 @@ struct PortableForward : Worker {
     return tile.present();
   }
   // The same once more, after a loop through which it is not kept.
-  __forceinline__ void recall() { take(shared.facts.tile); }
+  __forceinline__ void recall() {
+    // Here the compiler would spill 8 bytes (10.0 at head dim 128; 8.0 in float16 with all
+    // options).
+    if constexpr (kSpec.arch / 100 == 10 || (kSpec.dim_v > 128 && !kFeatures.plain())) {
+      locate();
+    } else {
+      take(shared.facts.tile);
+    }
+  }
   __forceinline__ void take(const QueryTile& tile) {
     at = tile.at;
     row0 = tile.row0;
@@ -124,6 +147,17 @@ struct PortableForward : Worker {
   __forceinline__ tile::GlobalRows rows_at(const RowsView& view, i64 row, int head, int count,
                                            int most, int num_columns) const {
     return rows_of<kElement>(p, view, at.b, row, head, count, most, num_columns);
+  }
+
+  // Rows that warps share belong to a group of them. Which of the group a warp is, is found anew
+  // each time: where rows are shared, registers are scarce.
+  __forceinline__ int first_of_warp() const { return warp / kSharing * kWarpRows; }
+  __forceinline__ int part() const {
+    return kSharing > 1 ? ptx::opaque(thread) / 32 % kSharing : 0;
+  }
+  __forceinline__ Share share() const {
+    const int now = ptx::opaque(thread);
+    return {shared, now / 32, now % 32};
   }
 
   // ---- copies ----
@@ -162,19 +196,10 @@ struct PortableForward : Worker {
   }
 
   // A negative scale turns q around, scale 0 makes it 0 (and keeps its NaN).
+  __forceinline__ float q_factor() const { return p.scale_sign * p.scale_power; }
   __forceinline__ void factor_q() {
-    const u32 base = ptx::shared_address(&shared.tiles.q);
-    for (int idx = thread; idx < QTile::kBytes / 4; idx += kThreads) {
-      const u32 x = ptx::ld_shared_32(base + 4 * idx);
-      u32 y;
-      if constexpr (kElement == Element::kFloat32) {
-        y = __float_as_uint(__uint_as_float(x) * p.q_factor);
-      } else {
-        y = tile::pack_16<kElement>(tile::unpack_16<kElement>(x) * p.q_factor,
-                                    tile::unpack_16<kElement>(x >> 16) * p.q_factor);
-      }
-      ptx::st_shared_32(base + 4 * idx, y);
-    }
+    multiply_tile<QTile, kElement, kThreads>(ptx::shared_address(&shared.tiles.q), thread,
+                                             q_factor());
   }
 
   // ---- which key tiles ----
@@ -192,7 +217,11 @@ struct PortableForward : Worker {
     f.num_k = static_cast<int>(at.n.k);
     f.full_begin = static_cast<int>((range.full_begin + kTile - 1) / kTile);
     f.full_end = static_cast<int>(range.full_end / kTile);
-    f.hides = range.full_begin > range.begin || range.full_end < range.end;
+    // A tile brings all of its keys, also those that a border hides from every row; beyond the last
+    // key of the sequence there are zeros.
+    const i64 last = f.tile_end * kTile < f.num_k ? f.tile_end * kTile : f.num_k;
+    f.careful = 0;
+    f.hides = range.full_begin > f.tile_begin * kTile || range.full_end < last;
     if (thread == 0) shared.facts = f;
     __syncthreads();
   }
@@ -222,7 +251,7 @@ struct PortableForward : Worker {
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int step = 0; step < kQSteps; ++step) {
-          q[m][step] = Op::load_a(q_at + QTile::offset(16 * m, step * Op::kDepthBytes));
+          q[m][step] = Op::load_a(QTile::move(q_at, 16 * m, step * Op::kDepthBytes));
         }
       }
     }
@@ -232,7 +261,8 @@ struct PortableForward : Worker {
   __forceinline__ void score(float (&s)[kRowTiles][kBlocks][4], const Scores<kFeatures>& scores,
                              int tile, int stage) {
     tile::clear(s);
-    const u32 k_at = tile::b_address<KTile>(ptx::shared_address(&shared.tiles.k[stage]));
+    const u32 k_at = tile::b_address<KTile>(ptx::shared_address(&shared.tiles.k[stage])) +
+                     KTile::offset(part() * kWarpKeys, 0);
     if constexpr (kSpec.q_in_registers) {
       tile::multiply_rows<Op, KTile>(s, q, k_at);
     } else {
@@ -243,7 +273,8 @@ struct PortableForward : Worker {
       }
       tile::multiply_rows<Op, QTile, KTile>(s, at_q, k_at);
     }
-    const Positions positions{first_row() + warp * kWarpRows, i64{tile} * kSpec.tile_k, lengths()};
+    const Positions positions{first_row() + first_of_warp(),
+                              i64{tile} * kSpec.tile_k + part() * kWarpKeys, lengths()};
     if constexpr (Scores<kFeatures>::kNatural) {
       positions.for_each(p.readable, [&](int m, int n, int idx, i64 i, i64 j, float distance) {
         float& x = s[m][n][idx];
@@ -268,20 +299,12 @@ struct PortableForward : Worker {
 
   static __forceinline__ bool is_extreme(float log2) { return ::fabsf(log2) > kExactLog2; }
 
-  // Raises the references for a tile of scores and brings O to them. On return the weight of a
-  // score x is 2^(x * factor - against), by weight_from.
-  __forceinline__ void raise_references(float (&s)[kRowTiles][kBlocks][4], Mufu factor,
-                                        Mufu (&against)[kRowTiles][2]) {
-    float top[kRowTiles][2];
-    if (find_tops(s, top)) raise_to(top, factor);
-    find_against(s, factor, against);
-  }
   __forceinline__ LaggingBy<Mufu> gauge() const {
     return {{Scores<kFeatures>::kNatural ? kLagLog2 * static_cast<float>(kLn2) : args.score_lag}};
   }
-  // The largest of this thread's scores in each row. True when some row of the warp has one that
-  // lies so far above its reference that it must be raised: threads that share a row need not tell
-  // each other what they have before that.
+  // The largest of this thread's scores in each row. True when one lies so far above the reference
+  // of its row that it must be raised: threads that share a row need not tell each other what they
+  // have before one of them says so.
   __forceinline__ bool find_tops(const float (&s)[kRowTiles][kBlocks][4],
                                  float (&top)[kRowTiles][2]) const {
     const float lag = gauge().lag.x;
@@ -299,23 +322,31 @@ struct PortableForward : Worker {
         raises |= state[m][half].ref.x + lag < most;
       }
     }
-    return __any_sync(tile::kAllLanes, raises);
+    return raises;
   }
-  __forceinline__ void raise_to(const float (&top)[kRowTiles][2], Mufu factor) {
+  // Brings references and O to these scores, for all rows or none of those who ask each other.
+  __forceinline__ void raise_to(float (&top)[kRowTiles][2], Mufu factor) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) top[m][half] = tile::quad_max(top[m][half]);
+    }
+    if constexpr (kSharing > 1) {
+      share().reduce(top, [](float a, float b) { return ::fmaxf(a, b); });
+    }
     float keep[kRowTiles][2];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        keep[m][half] =
-            raise(state[m][half], Mufu{tile::quad_max(top[m][half])}, factor, gauge()).x;
+        keep[m][half] = raise(state[m][half], Mufu{top[m][half]}, factor, gauge()).x;
       }
     }
     for_each(out, [&](float& x, int m, int half) { x *= keep[m][half]; });
   }
   __forceinline__ void find_against(float (&s)[kRowTiles][kBlocks][4], Mufu factor,
                                     Mufu (&against)[kRowTiles][2]) const {
-    bool extreme = false;
+    bool extreme = gives_headroom();
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -336,6 +367,7 @@ struct PortableForward : Worker {
     for (int m = 0; m < kRowTiles; ++m) {
       for (int half = 0; half < 2; ++half) {
         if (is_extreme(against[m][half].x)) against[m][half] = {0.0f};
+        if (has_headroom(2 * m + half)) against[m][half].x += kHeadroomLog2;
       }
     }
   }
@@ -354,11 +386,12 @@ struct PortableForward : Worker {
 
   // Scores become weights, the sums and O absorb them. The exponentials of a few keys are taken
   // just before their product, so that they overlap with the product of the keys before.
-  __forceinline__ void absorb(float (&s)[kRowTiles][kBlocks][4], int tile, int stage,
-                              float to_base_2) {
+  __forceinline__ void absorb(float (&s)[kRowTiles][kBlocks][4], float (&top)[kRowTiles][2],
+                              bool raises, int tile, int stage, float to_base_2) {
     const Mufu factor{to_base_2};
     Mufu against[kRowTiles][2];
-    raise_references(s, factor, against);
+    if (raises) raise_to(top, factor);
+    find_against(s, factor, against);  // a weight is 2^(x * factor - against), by weight_from
     const auto to_weights = [&](int n) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
@@ -375,7 +408,14 @@ struct PortableForward : Worker {
       for (int n = 0; n < kBlocks; ++n) to_weights(n);
       drop(s, tile);
     }
-    const u32 v_at = tile::b_trans_address<Op, VTile>(ptx::shared_address(&shared.tiles.v[stage]));
+    const u32 v_at = tile::b_trans_address<Op, VTile>(ptx::shared_address(&shared.tiles.v[stage])) +
+                     part() * (kSpec.row_bytes_v() / kSharing);
+    if constexpr (kSharing > 1) {
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) to_weights(n);
+      share().template absorb<VTile>(out, s, v_at);
+      return;
+    }
     tile::multiply_weights<Op, VTile>(out, s, v_at, [&](int n) {
       if constexpr (!kFeatures.dropout) to_weights(n);
     });
@@ -383,39 +423,66 @@ struct PortableForward : Worker {
 
   // Only kept weights meet V.
   __forceinline__ void drop(float (&s)[kRowTiles][kBlocks][4], int tile) {
-    const Positions positions{first_row() + warp * kWarpRows, i64{tile} * kSpec.tile_k, lengths()};
+    const Positions positions{first_row() + first_of_warp(), i64{tile} * kSpec.tile_k, lengths()};
     for_each_kept(positions, at, seed, args.keep_threshold, [&](int m, int n, int idx, bool kept) {
       if (!kept) s[m][n][idx] = 0.0f;
     });
   }
   u64 seed;
 
-  // ---- the careful pass ----
-  // Takes what is not finite out of the V tile.
+  // ---- careful passes ----
+  // Bits of Facts::careful: what is not finite is taken out of V, and some rows have headroom.
+  static constexpr int kTakesPoison = 1, kGivesHeadroom = 2;
+
+  __forceinline__ bool gives_headroom() const {
+    return kMayOverflow && (fact(&Facts::careful) & kGivesHeadroom) != 0;
+  }
+  // Rows are numbered as this thread has them: 2 m + half.
+  __forceinline__ bool has_headroom(int row) const {
+    return gives_headroom() && (shared.headroom[thread] >> row & 1u) != 0;
+  }
+  __forceinline__ bool hides() const { return kFeatures.hides() || fact(&Facts::hides) != 0; }
   __forceinline__ void take_poison(int stage) {
     tile::take_poison<VTile, kElement, kThreads>(ptx::shared_address(&shared.tiles.v[stage]),
                                                  thread, [](int) {});
     __syncthreads();
   }
 
-  // Some row is not finite although its weights are, and not every key was visible to every row.
+  // Whether some row is not finite (or in numbers above 2^60, which cost as much to tell from that)
+  // although its weights are, and another pass, which is then set up, may change it.
   __forceinline__ bool must_run_again() {
-    if (!kFeatures.hides() && fact(&Facts::hides) == 0) return false;
-    float nothing[kRowTiles][2] = {};
-    for_each(out, [&](float& x, int m, int half) { nothing[m][half] += x * 0.0f; });
-    bool bad = false;
+    if (!kMayOverflow && !hides()) return false;
+    u32 rows = 0;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        bad |= nothing[m][half] != 0.0f && tile::finite(state[m][half].sum.x);
+        float products = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kOutBlocks; ++n) {
+          products = ::fmaf(out[m][n][2 * half], out[m][n][2 * half + 1], products);
+        }
+        if (!tile::finite(products) && tile::finite(state[m][half].sum.x)) {
+          rows |= 1u << (2 * m + half);
+        }
       }
     }
-    return __syncthreads_or(bad);
+    const int careful = fact(&Facts::careful);
+    if (!__syncthreads_or(rows != 0)) return false;
+    const int next = careful == 0 && hides() ? kTakesPoison : careful | kGivesHeadroom;
+    if (thread == 0) shared.facts.careful = next;
+    if (next & kGivesHeadroom) {
+      rows |= __shfl_xor_sync(tile::kAllLanes, rows, 1);
+      rows |= __shfl_xor_sync(tile::kAllLanes, rows, 2);
+      if constexpr (kSharing > 1) rows = share().of_both(rows);
+      shared.headroom[thread] = rows;
+    }
+    __syncthreads();
+    return true;
   }
 
   // ---- loop ----
-  __forceinline__ void attend(const Scores<kFeatures>& scores, bool careful) {
+  __forceinline__ void attend(const Scores<kFeatures>& scores) {
     tile::clear(out);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) state[m][0] = state[m][1] = Softmax<Mufu>{};
@@ -427,10 +494,10 @@ struct PortableForward : Worker {
     }
     ptx::cp_async_commit();
     // Q was asked for before K: the first copies of K are under way meanwhile.
-    if (kEarlyK && !careful) {
+    if (kEarlyK && fact(&Facts::careful) == 0) {
       ptx::cp_async_wait<1>();
       __syncthreads();
-      if (p.q_factor != 1.0f) {
+      if (q_factor() != 1.0f) {
         factor_q();
         __syncthreads();
       }
@@ -452,66 +519,114 @@ struct PortableForward : Worker {
       ptx::cp_async_commit();
       float s[kRowTiles][kBlocks][4];
       score(s, scores, tile, stage);
+      float top[kRowTiles][2];
+      bool raises = false;
       if constexpr (kSpec.stages == 1) {
+        // Where warps share rows, the barrier tells them whether one must raise a reference.
+        if constexpr (kSharing > 1) raises = find_tops(s, top);
         ptx::cp_async_wait<0>();
-        __syncthreads();
+        if constexpr (kSharing > 1) {
+          raises = __syncthreads_or(raises);
+        } else {
+          __syncthreads();
+        }
         if (next < fact(&Facts::tile_end)) copy_k(next, 0);
         ptx::cp_async_commit();
       }
-      if (careful) take_poison(stage);
-      absorb(s, tile, stage, to_base_2);
+      if ((fact(&Facts::careful) & kTakesPoison) != 0) take_poison(stage);
+      if constexpr (kSharing == 1) {
+        raises = __any_sync(tile::kAllLanes, find_tops(s, top));
+      } else if constexpr (kSpec.stages == 2) {
+        raises = share().any(find_tops(s, top));
+      }
+      absorb(s, top, raises, tile, stage, to_base_2);
       tile = next;
       if constexpr (kSpec.stages == 2) stage ^= 1;
     }
     ptx::cp_async_wait<0>();
     __syncthreads();
+    finish_sums();
   }
 
   // ---- finish ----
-  __forceinline__ void finish() {
-    const float to_base_2 = Scores<kFeatures>::to_base_2(p);
+  // Sums of rows, with what the other warp has of them.
+  __forceinline__ void finish_sums() {
+    float sum[kRowTiles][2];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = row0 + warp * kWarpRows + 16 * m + 8 * half + lane / 4;
-        const bool used = row < at.n.q;
-        const float ref = state[m][half].ref.x;
-        Softmax<Mufu> total{{ref * to_base_2}, {tile::quad_sum(state[m][half].sum.x)}};
-        // A bias may be so small that it is minus infinity in base 2: the row is not empty for
-        // that.
-        const bool below = ref > kEmpty<float> && total.ref.x == kEmpty<float>;
-        if (below) total.ref.x = -kLargest;
-        float factor = args.keep_scale;
-        float natural = lse(total).x * static_cast<float>(kLn2);
-        if (is_extreme(total.ref.x)) {
-          const float log2_sum = lse(Softmax<Mufu>{{0.0f}, total.sum}).x;
-          const float unit = Scores<kFeatures>::kNatural ? 1.0f : p.score_factor;
-          natural = ref * unit + log2_sum * static_cast<float>(kLn2);
-        }
-        const float sink =
-            p.sinks.data != nullptr ? p.sinks.data[at.h * p.sinks.head] : kEmpty<float>;
-        if (sink != kEmpty<float>) {
-          // An attention sink is one more key with value zero.
-          const Mufu in_base_2{sink * static_cast<float>(kLog2E)};
-          const Softmax<Mufu> with = merge(total, SoftmaxFold<Mufu>::lift(in_base_2));
-          factor *= weight(total.ref, with.ref).x;
-          total = with;
-          natural = lse(total).x * static_cast<float>(kLn2);
-        }
-        const bool empty = !used || total.sum.x == 0.0f;
-        factor = empty ? 0.0f : factor * ptx::rcp_approx(total.sum.x);
+        sum[m][half] = tile::quad_sum(state[m][half].sum.x);
+      }
+    }
+    if constexpr (kSharing > 1) share().reduce(sum, [](float a, float b) { return a + b; });
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        state[m][half].sum.x = sum[m][half];
+      }
+    }
+  }
+  // Each of the lanes that share rows finishes one of them, and tells the others by what to
+  // multiply it: what is done once a block should be little code, since all of it must be fetched.
+  __forceinline__ void finish() {
+    constexpr int kQuadRows = 2 * kRowTiles;
+    static_assert(kQuadRows <= 4);
+    const float to_base_2 = Scores<kFeatures>::to_base_2(p);
+    const int mine = lane % kQuadRows;
+    Softmax<Mufu> own = state[0][0];
+#pragma unroll
+    for (int idx = 1; idx < kQuadRows; ++idx) {
+      if (mine == idx) own = state[idx / 2][idx % 2];
+    }
+    const int row = row0 + first_of_warp() + 8 * mine + lane / 4;
+    const bool used = row < at.n.q;
+    const float ref = own.ref.x;
+    const float headroom = has_headroom(mine) ? kHeadroom : 1.0f;
+    Softmax<Mufu> total{{ref * to_base_2}, {own.sum.x * headroom}};
+    // A bias may be so small that it is minus infinity in base 2: the row is not empty for that.
+    const bool below = ref > kEmpty<float> && total.ref.x == kEmpty<float>;
+    if (below) total.ref.x = -kLargest;
+    float factor = args.keep_scale * headroom;
+    float natural = lse(total).x * static_cast<float>(kLn2);
+    if (is_extreme(total.ref.x)) {
+      const float log2_sum = lse(Softmax<Mufu>{{0.0f}, total.sum}).x;
+      const float unit = Scores<kFeatures>::kNatural ? 1.0f : p.score_factor;
+      natural = ref * unit + log2_sum * static_cast<float>(kLn2);
+    }
+    const float sink = p.sinks.data != nullptr ? p.sinks.data[at.h * p.sinks.head] : kEmpty<float>;
+    if (sink != kEmpty<float>) {
+      // An attention sink is one more key with value zero.
+      const Mufu in_base_2{sink * static_cast<float>(kLog2E)};
+      const Softmax<Mufu> with = merge(total, SoftmaxFold<Mufu>::lift(in_base_2));
+      factor *= weight(total.ref, with.ref).x;
+      total = with;
+      natural = lse(total).x * static_cast<float>(kLn2);
+    }
+    const bool empty = !used || total.sum.x == 0.0f;
+    factor = empty ? 0.0f : factor * ptx::rcp_approx(total.sum.x);
+    const bool tells = lane % 4 < kQuadRows && part() == 0 && row < num_rows;
+    if (args.lse.data != nullptr && tells) {
+      const i64 b = packed() ? 0 : at.b;
+      args.lse
+          .data[b * args.lse.batch + at.h * args.lse.head + (q_row + row - row0) * args.lse.row] =
+          empty ? kEmpty<float> : natural;
+    }
+    const u32 zeros = __ballot_sync(tile::kAllLanes, empty || args.keep_scale == 0.0f);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int of = lane / 4 * 4 + 2 * m + half;
+        const float by = __shfl_sync(tile::kAllLanes, factor, of);
+        const bool zero = (zeros >> of & 1u) != 0;
 #pragma unroll
         for (int n = 0; n < kOutBlocks; ++n) {
           for (int odd = 0; odd < 2; ++odd) {
             float& x = out[m][n][2 * half + odd];
-            x = empty || args.keep_scale == 0.0f ? 0.0f : x * factor;
+            x = zero ? 0.0f : x * by;
           }
-        }
-        if (args.lse.data != nullptr && lane % 4 == 0 && row < num_rows) {
-          const i64 b = packed() ? 0 : at.b;
-          args.lse.data[b * args.lse.batch + at.h * args.lse.head +
-                        (q_row + row - row0) * args.lse.row] = empty ? kEmpty<float> : natural;
         }
       }
     }
@@ -521,10 +636,13 @@ struct PortableForward : Worker {
   // Out leaves through shared memory, each warp its own rows, so that whole rows go in 16-byte
   // pieces.
   __forceinline__ u32 warp_out() const {
-    return ptx::shared_address(&shared.out) + OutTile::offset(warp * kWarpRows, 0);
+    return ptx::shared_address(&shared.out) + OutTile::offset(warp * kStoredRows, 0);
   }
   __forceinline__ void stage_out() {
-    stage_rows<OutTile, kElement>(warp_out(), lane, out, [](float number) { return number; });
+    const u32 to = ptx::shared_address(&shared.out) +
+                   OutTile::offset(first_of_warp(), part() * (kSpec.row_bytes_v() / kSharing));
+    stage_rows<OutTile, kElement>(to, lane, out, [](float number) { return number; });
+    if constexpr (kSharing > 1) share().meet();
   }
 
   // Values that are not finite, for the rows that see them. What a weight multiplies them by is
@@ -538,8 +656,8 @@ struct PortableForward : Worker {
       tile::for_poison<kElement>(v.data, v.dim, p.dim_v, [&](int word, float low, float high) {
         const u32 where = warp_out() + 4 * word;
 #pragma unroll 1
-        for (int row = 0; row < kWarpRows; ++row) {
-          const int i = row0 + warp * kWarpRows + row;
+        for (int row = 0; row < kStoredRows; ++row) {
+          const int i = row0 + warp * kStoredRows + row;
           const KeyInterval keys = key_interval(p.variant, at.n, i);
           if (i >= at.n.q || key < keys.begin || key >= keys.end) continue;
           if (kFeatures.hides() && scores.hidden(i, key)) continue;
@@ -553,11 +671,11 @@ struct PortableForward : Worker {
   }
 
   __forceinline__ void store_out() const {
-    const int first = row0 + warp * kWarpRows;
+    const int first = row0 + warp * kStoredRows;
     if (first >= num_rows) return;
     OutCopy::store(
         warp_out(),
-        rows_at(args.out, q_row + warp * kWarpRows, at.h, num_rows - first, kWarpRows, p.dim_v),
+        rows_at(args.out, q_row + warp * kStoredRows, at.h, num_rows - first, kStoredRows, p.dim_v),
         lane);
   }
 
@@ -566,27 +684,28 @@ struct PortableForward : Worker {
   __forceinline__ void run() {
     if (!locate()) return;
     if constexpr (kFeatures.dropout) seed = p.seed != nullptr ? *p.seed : p.variant.seed;
-    q_at = tile::a_address<QTile>(ptx::shared_address(&shared.tiles.q), warp * kWarpRows);
+    q_at = tile::a_address<QTile>(ptx::shared_address(&shared.tiles.q), first_of_warp());
     copy_q();
-    if (kEarlyK || p.q_factor != 1.0f) ptx::cp_async_commit();
+    if (kEarlyK || q_factor() != 1.0f) ptx::cp_async_commit();
     find_keys();
-    if (!kEarlyK && p.q_factor != 1.0f) {
+    if (!kEarlyK && q_factor() != 1.0f) {
       ptx::cp_async_wait<0>();
       __syncthreads();
       factor_q();
       __syncthreads();
     }
-    bool careful = false;
 #pragma unroll 1
     while (true) {
       find_key_rows();
-      attend(Scores<kFeatures>(p, at), careful);
+      attend(Scores<kFeatures>(p, at));
       recall();
-      if (careful || !must_run_again()) break;
-      careful = true;
+      constexpr int kLastPass = kMayOverflow ? kGivesHeadroom : kTakesPoison;
+      if (fact(&Facts::careful) >= kLastPass || !must_run_again()) break;
     }
     finish();
-    if (careful && args.keep_scale != 0.0f) spread_poison(Scores<kFeatures>(p, at));
+    if ((fact(&Facts::careful) & kTakesPoison) != 0 && args.keep_scale != 0.0f) {
+      spread_poison(Scores<kFeatures>(p, at));
+    }
     store_out();
   }
 };

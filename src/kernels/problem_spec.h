@@ -77,9 +77,12 @@ struct ProblemView {
   Variant variant;
   const u64* seed = nullptr;  // of dropout, on the device; else it is in the variant
 
-  // q is multiplied by q_factor, the sign of the scale (1, -1 or 0), and q.k by |scale|, or by 1
-  // where the scale is 0: comparing scores and hiding them then needs no case.
-  float q_factor = 1;
+  // A score is q.k times scale_sign (1, -1 or 0), scale_power and score_factor, which is positive,
+  // and 1 where the scale is 0: comparing scores and hiding them then needs no case. scale_power is
+  // 1, or for a scale that is hardly in float32 a power of two that is taken before the product:
+  // forward multiplies q by it and by the sign, backward k.
+  float scale_sign = 1;
+  float scale_power = 1;
   float score_factor = 0;
   float score_factor_log2 = 0;  // the same times log2(e)
 };

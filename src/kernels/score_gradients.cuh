@@ -90,18 +90,25 @@ struct ScoreGradients : Worker {
   }
 
   // ---- one tile: dZ ----
+  // Without dO nothing depends on V: zeros stand for it.
   __forceinline__ void differentiate(Accumulators& dz, i64 i0, i64 j0) {
     __syncthreads();  // the tile before has been used
     const int count = static_cast<int>(at.n.k - j0 < kTileK ? at.n.k - j0 : kTileK);
     Copy<KTile>::load(
         ptx::shared_address(&shared.k),
         rows_of<kElement>(p, p.k, at.b, k_begin + j0, at.kv_head, count, kTileK, p.dim), thread);
-    Copy<VTile>::load(
-        ptx::shared_address(&shared.v),
-        rows_of<kElement>(p, p.v, at.b, k_begin + j0, at.kv_head, count, kTileK, p.dim_v), thread);
+    Copy<VTile>::load(ptx::shared_address(&shared.v),
+                      rows_of<kElement>(p, p.v, at.b, k_begin + j0, at.kv_head,
+                                        args.dout.data == nullptr ? 0 : count, kTileK, p.dim_v),
+                      thread);
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
     __syncthreads();
+    if (p.scale_power != 1.0f) {
+      multiply_tile<KTile, kElement, kThreads>(ptx::shared_address(&shared.k), thread,
+                                               p.scale_power);
+      __syncthreads();
+    }
     Accumulators weights;
     tile::clear(weights);
     tile::clear(dz);

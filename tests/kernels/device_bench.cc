@@ -77,6 +77,8 @@ Buffer normal_buffer(std::int64_t elements) {
 struct Tile {
   int tile_q, tile_k, warps, stages, blocks;
   bool q_in_registers;
+  int sharing = 1;
+  bool padded = false;
 };
 
 std::vector<Tile> candidates(int dim) {
@@ -86,12 +88,13 @@ std::vector<Tile> candidates(int dim) {
             {256, 64, 8, 2, 1, true},   {128, 64, 8, 2, 2, true},  {128, 32, 4, 2, 2, true}};
   }
   if (dim == 128) {
-    return {{128, 64, 4, 2, 2, false}, {128, 64, 4, 1, 2, false}, {128, 32, 4, 2, 2, false},
-            {64, 64, 4, 1, 3, false},  {64, 64, 4, 2, 2, true},   {128, 64, 8, 2, 1, false},
-            {128, 64, 8, 1, 2, false}, {256, 64, 8, 1, 1, false}, {128, 96, 4, 1, 2, false}};
+    return {{128, 64, 4, 2, 2, false}, {128, 64, 4, 1, 2, false}, {64, 64, 4, 1, 3, false},
+            {64, 64, 4, 2, 2, true},   {128, 64, 8, 2, 1, false}, {128, 64, 8, 1, 2, false},
+            {256, 64, 8, 1, 1, false}, {128, 96, 4, 1, 2, false}};
   }
-  return {{64, 64, 4, 1, 2, false},  {64, 32, 4, 2, 2, false}, {128, 64, 8, 1, 1, false},
-          {128, 32, 8, 2, 1, false}, {64, 48, 4, 1, 2, false}, {128, 64, 8, 2, 1, false}};
+  return {{64, 64, 4, 1, 2, false},     {64, 64, 4, 1, 2, false, 2}, {64, 64, 4, 2, 1, false, 2},
+          {64, 32, 4, 2, 2, false},     {128, 64, 8, 1, 1, false},   {128, 64, 8, 1, 1, false, 2},
+          {128, 64, 8, 2, 1, false, 2}, {128, 64, 8, 2, 1, false},   {64, 48, 4, 1, 2, false}};
 }
 
 struct BackwardTile {
@@ -204,8 +207,9 @@ void bench(const Options& o, std::int64_t dim, std::int64_t seqlen, bool causal)
     const auto add = [&](const kernels::ForwardPlan& plan) {
       const kernels::ForwardSpec& s = plan.spec;
       if (o.compile) return show_compiled(s);
-      std::snprintf(name, sizeof name, "%4dx%-3d w%d s%d b%d %s", s.tile_q, s.tile_k, s.warps,
-                    s.stages, s.blocks_per_sm, s.q_in_registers ? "qr" : "  ");
+      std::snprintf(name, sizeof name, "%4dx%-3d w%d s%d b%d %s share%d %s", s.tile_q, s.tile_k,
+                    s.warps, s.stages, s.blocks_per_sm, s.q_in_registers ? "qr" : "  ", s.sharing,
+                    s.swizzled ? "swizzled" : "padded");
       entries.push_back(
           {name, [&p, plan, &t] { cuda::run_forward(p, plan, t, nullptr, nullptr); }});
     };
@@ -218,6 +222,8 @@ void bench(const Options& o, std::int64_t dim, std::int64_t seqlen, bool causal)
       plan.spec.stages = c.stages;
       plan.spec.blocks_per_sm = c.blocks;
       plan.spec.q_in_registers = c.q_in_registers;
+      plan.spec.sharing = c.sharing;
+      plan.spec.swizzled = !c.padded && plan.spec.can_be_swizzled();
       plan.query_tiles = (seqlen + c.tile_q - 1) / c.tile_q;
       plan.blocks = plan.query_tiles * heads * batch;
       if (possible(plan.spec, facts)) add(plan);

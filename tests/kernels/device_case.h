@@ -170,6 +170,9 @@ class Case {
   Tensor out, lse, dout, dlse;
   Gradients gradients;
 
+  std::optional<Tensor> given_dout() const {
+    return w.has("no_dout") ? std::nullopt : std::optional<Tensor>(dout);
+  }
   Gradients gradients_on_device() {
     const Gradients& g = gradients;
     return {slabs.there(g.dq),    slabs.there(g.dk),      slabs.there(g.dv),
@@ -280,9 +283,12 @@ class Case {
     const auto shape = [&](std::int64_t total, std::int64_t heads, std::int64_t dim) {
       return packed ? Shape{total, heads, dim} : Shape{w.batch, total, heads, dim};
     };
-    attention.q = normal(shape(tq, w.heads, w.dim), w.dtype, w.spread);
-    attention.k = normal(shape(tk, w.kv_heads, w.dim), w.dtype, 1);
-    attention.v = normal(shape(tk, w.kv_heads, w.dim_v), w.dtype, 1);
+    const double huge = w.has("scale_tiny") ? kHuge : 1;
+    attention.q = normal(shape(tq, w.heads, w.dim), w.dtype, w.spread * huge);
+    attention.k = normal(shape(tk, w.kv_heads, w.dim), w.dtype, huge);
+    const Shape of_v = shape(tk, w.kv_heads, w.dim_v);
+    attention.v = w.has("huge_v") ? tensor(of_v, w.dtype, [&] { return r_.uniform(2e38, 3e38); })
+                                  : normal(of_v, w.dtype, 1);
     out_shape_ = shape(tq, w.heads, w.dim_v);
     lse_shape_ = packed ? Shape{w.heads, tq} : Shape{w.batch, w.heads, tq};
     for_absent(attention.q, q_);
@@ -317,6 +323,9 @@ class Case {
     }
   }
 
+  // Products of such numbers leave float32, and with the scale "scale_tiny" scores do not.
+  static constexpr double kHuge = 0x1p70, kTiny = 0x1.2345p-143;
+
   void scores() {
     Attention& a = attention;
     if (w.has("causal")) a.causal = Causal::kBottomRight;
@@ -326,6 +335,8 @@ class Case {
       if (r_.chance(0.5)) a.window_right = r_.integer(-2, int(w.sk / 2) + 2);
     }
     if (w.has("softcap")) a.softcap = r_.uniform(1, 4);
+    if (w.has("left5")) a.window_left = kLeft;
+    if (w.has("scale_tiny")) a.scale = kTiny;
     if (w.has("scale0")) a.scale = 0.0;
     if (w.has("scale-")) a.scale = -0.2;
     if (w.has("scale+")) a.scale = 0.7;
@@ -371,6 +382,7 @@ class Case {
   }
   // Values that are not finite, where sequences are long enough to have some.
   static constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+  static constexpr std::int64_t kLeft = 5;  // of the window "left5"
   std::int64_t some_row(const std::vector<Sequence>& all, std::int64_t b) {
     return all[b].used > 0 ? all[b].begin + r_.integer(0, int(all[b].used) - 1) : -1;
   }
@@ -381,6 +393,9 @@ class Case {
       if (w.has("nan_q") && i >= 0) set_row(attention.q, b, i, 0, nan);
       if (w.has("nan_k") && j >= 0) set_row(attention.k, b, j, 0, nan);
       if (w.has("nan_v") && j >= 0) set_row(attention.v, b, j, 0, nan);
+      if (w.has("nan_before") && k_[b].used > kLeft + 1) {  // the last key that row Sq - 1 misses
+        set_row(attention.v, b, k_[b].begin + k_[b].used - kLeft - 2, 0, nan);
+      }
       if (w.has("inf_v") && j >= 0) {
         set_row(attention.v, b, j, 0, std::numeric_limits<double>::infinity());
       }

@@ -201,5 +201,45 @@ TEST(SharedTile, rows_of_any_length_are_read_without_bank_conflicts) {
   expect_free_of_conflicts<1024>();
 }
 
+template <int kRowBytes>
+void expect_a_swizzle() {
+  using Tile = SharedTile<64, kRowBytes, true>;
+  EXPECT_EQ(Tile::kBytes, 64 * kRowBytes);
+  for (int row = 0; row < Tile::kRows; ++row) {
+    std::set<int> places;
+    for (int byte = 0; byte < kRowBytes; byte += 4) {
+      const int at = Tile::offset(row, byte);
+      // Inside its own line, its chunk as a whole, where an aligned copy of a line keeps it.
+      EXPECT_EQ(at / kLine, (row * kRowBytes + byte) / kLine);
+      EXPECT_EQ(at % 16, byte % 16);
+      EXPECT_EQ(at / 16, Tile::offset(row, byte / 16 * 16) / 16);
+      places.insert(at);
+    }
+    EXPECT_EQ(places.size(), static_cast<std::size_t>(kRowBytes / 4));
+    // From where a lane begins to where it reads.
+    for (int first = 0; first < 32; first += 16) {
+      for (int rows = 0; row + rows < Tile::kRows; rows += 8) {
+        for (int byte = 0; byte + first < kRowBytes; byte += 32) {
+          EXPECT_EQ(Tile::move(static_cast<u32>(Tile::offset(row, first)), rows, byte),
+                    static_cast<u32>(Tile::offset(row + rows, first + byte)));
+        }
+      }
+    }
+  }
+  for (int row0 = 0; row0 < Tile::kRows; row0 += 8) {
+    for (int byte = 0; byte < kRowBytes; byte += 16) {
+      std::set<int> groups;
+      for (int row = 0; row < 8; ++row) groups.insert(Tile::offset(row0 + row, byte) / 16 % 8);
+      EXPECT_EQ(groups.size(), 8u) << kRowBytes << " bytes, row " << row0;
+    }
+  }
+}
+
+TEST(SharedTile, swizzled_lines_keep_their_chunks_and_have_no_bank_conflicts) {
+  expect_a_swizzle<128>();
+  expect_a_swizzle<256>();
+  expect_a_swizzle<512>();
+}
+
 }  // namespace
 }  // namespace onefold::tile

@@ -21,8 +21,8 @@ struct KeyShare {
   static constexpr int kSharing = kSpec.sharing, kWarpKeys = kSpec.warp_keys();
   static constexpr int kRowTiles = kWarpKeys / 16, kWarpQueries = kSpec.step_q / kSharing;
   static constexpr int kBlocks = kWarpQueries / 8;
-  using QTile = tile::SharedTile<kSpec.tile_q, kSpec.row_bytes()>;
-  using DoutTile = tile::SharedTile<kSpec.tile_q, kSpec.row_bytes_v()>;
+  using QTile = tile::SharedTile<kSpec.tile_q, kSpec.row_bytes(), kSpec.swizzled()>;
+  using DoutTile = tile::SharedTile<kSpec.tile_q, kSpec.row_bytes_v(), kSpec.swizzled()>;
   using DsTile = tile::TransposedTile<kElement, kSpec.tile_k, kSpec.tile_q>;
   using Accumulators = float[kRowTiles][kBlocks][4];
   int thread;

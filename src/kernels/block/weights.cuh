@@ -30,9 +30,9 @@ struct Weights {
     return weight_from(Mufu{sink * static_cast<float>(kLog2E)}, Mufu{lse}).x * kLeast;
   }
 
-  // What a product q.k is multiplied by.
+  // What a product is multiplied by, of a k that has scale_power.
   static __forceinline__ float factor(const ProblemView& p) {
-    return p.q_factor * (kNatural ? p.score_factor : p.score_factor_log2);
+    return p.scale_sign * (kNatural ? p.score_factor : p.score_factor_log2);
   }
   // A weight is at most 1: what exceeds it is the rounding of a large lse.
   static __forceinline__ float of_product(float x, float factor, float lse) {

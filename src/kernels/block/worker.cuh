@@ -26,6 +26,22 @@ struct Worker {
   }
 };
 
+// Multiplies a tile of rows, by kThreads threads.
+template <class Tile, Element kElement, int kThreads>
+__forceinline__ void multiply_tile(u32 base, int thread, float factor) {
+  for (int idx = thread; idx < Tile::kBytes / 4; idx += kThreads) {
+    const u32 x = ptx::ld_shared_32(base + 4 * idx);
+    u32 y;
+    if constexpr (kElement == Element::kFloat32) {
+      y = __float_as_uint(__uint_as_float(x) * factor);
+    } else {
+      y = tile::pack_16<kElement>(tile::unpack_16<kElement>(x) * factor,
+                                  tile::unpack_16<kElement>(x >> 16) * factor);
+    }
+    ptx::st_shared_32(base + 4 * idx, y);
+  }
+}
+
 // Accumulators of a warp go to the rows of a tile that begin at `base`, each number as of(number).
 template <class Tile, Element kElement, int kRowTiles, int kBlocks, class Of>
 __forceinline__ void stage_rows(u32 base, int lane, const float (&x)[kRowTiles][kBlocks][4],

@@ -95,13 +95,15 @@ struct Operand<Element::kFloat32> {
     u32 high[2], low[2];
   };
 
-  // The nearest tf32 (halves away from zero) and what is left, exactly.
+  // The nearest tf32 (halves away from zero) and what is left, exactly. Where the nearest one is an
+  // infinity (the number is, or almost) or a NaN, the number itself stands alone: the rest would be
+  // NaN.
   static __forceinline__ void split(u32 x, u32& high, u32& low) {
-    high = (x + 0x1000u) & 0xffffe000u;
-    const float rest = __uint_as_float(x) - __uint_as_float(high);
-    // Infinities and NaN would leave NaN behind: they are carried by `high` alone.
-    low = (x & 0x7f800000u) == 0x7f800000u ? 0u : __float_as_uint(rest);
-    high = (x & 0x7f800000u) == 0x7f800000u ? x : high;
+    const u32 nearest = (x + 0x1000u) & 0xffffe000u;
+    const bool alone = (nearest & 0x7f800000u) == 0x7f800000u;
+    const float rest = __uint_as_float(x) - __uint_as_float(nearest);
+    low = alone ? 0u : __float_as_uint(rest);
+    high = alone ? x : nearest;
   }
 
   static __forceinline__ A load_a(u32 address) {

@@ -45,12 +45,12 @@ __forceinline__ void multiply_rows(float (&d)[kRowTiles][kBlocks][4], u32 a_at, 
     typename Op::A a[kRowTiles];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      a[m] = Op::load_a(a_at + TileA::offset(kBlockRows * m, byte));
+      a[m] = Op::load_a(TileA::move(a_at, kBlockRows * m, byte));
     }
 #pragma unroll
     for (int n = 0; n < kBlocks; n += 2) {
       typename Op::B b[2];
-      Op::load_b(b_at + TileB::offset(kBlockColumns * n, byte), b);
+      Op::load_b(TileB::move(b_at, kBlockColumns * n, byte), b);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         Op::add_product(d[m][n], a[m], b[0]);
@@ -69,7 +69,7 @@ __forceinline__ void multiply_rows(float (&d)[kRowTiles][kBlocks][4],
 #pragma unroll
     for (int n = 0; n < kBlocks; n += 2) {
       typename Op::B b[2];
-      Op::load_b(b_at + TileB::offset(kBlockColumns * n, step * Op::kDepthBytes), b);
+      Op::load_b(TileB::move(b_at, kBlockColumns * n, step * Op::kDepthBytes), b);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         Op::add_product(d[m][n], a[m][step], b[0]);
@@ -87,7 +87,7 @@ __forceinline__ void multiply_depth(float (&d)[kRowTiles][kBlocks][4],
 #pragma unroll
   for (int n = 0; n < kBlocks; n += 2) {
     typename Op::B b[2];
-    Op::load_b_trans(b_at + TileB::offset(0, kBlockColumns * n * Op::kBytes), TileB::kStride, b);
+    Op::load_b_trans(TileB::move(b_at, 0, kBlockColumns * n * Op::kBytes), TileB::kStride, b);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       Op::multiply(d[m][n], a[m], b[0]);
@@ -113,8 +113,8 @@ __forceinline__ void multiply_weights(float (&d)[kRowTiles][kBlocks][4],
     }
   };
   const auto b_of = [&](int step, int n) {
-    return b_at +
-           TileB::offset(kBlockColumns * Op::kDepthBlocks * step, kBlockColumns * n * Op::kBytes);
+    return TileB::move(b_at, kBlockColumns * Op::kDepthBlocks * step,
+                       kBlockColumns * n * Op::kBytes);
   };
   if constexpr (Op::kSumsApart) {
 #pragma unroll

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import onefold
-from gates import hold_bounds, make_case, run, wide
+from gates import hold_bounds, hold_gradients, make_case, run, wide
 
 
 def _question(sq: int, sk: int, heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
@@ -450,9 +450,77 @@ def test_a_nan_reaches_the_rows_that_see_it_when_there_are_slopes(where, rows, d
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("rows", [1, 7, 200])
 @pytest.mark.parametrize("scale", [1e-39, -3e-42, 2e-45])
-def test_a_scale_below_the_normal_numbers_keeps_its_digits(scale, rows, softcap, dtype):
+def test_a_scale_below_the_normal_numbers_keeps_its_digits(scale, rows, softcap, dtype, device):
     """As a float32 it has few or none."""
     case = make_case("normal", dtype, (2, rows, 70, 4, 2, 16, 16), scale=scale, softcap=softcap)
     case.k = (case.k.double() / abs(scale) ** 0.5).to(dtype)
     case.q = (case.q.double() / abs(scale) ** 0.5 / 4).to(dtype)
-    hold_bounds(case)
+    hold_bounds(case, device)
+
+
+@pytest.mark.parametrize("fill", [math.nan, math.inf])
+@pytest.mark.parametrize("options", [{"window": (5, 0)}, {"window": (None, -200)}], ids=str)
+@pytest.mark.parametrize("rows", [1, 65, 129])
+@pytest.mark.parametrize("dim", [16, 64, 128])
+def test_a_value_next_to_the_keys_of_the_last_row_does_not_reach_it(
+    rows, dim, options, fill, dtype, device
+):
+    """It comes along in the tile of the keys, also where the row is alone in its own."""
+    sk = 333
+    case = make_case("normal", dtype, (2, rows, sk, 4, 2, dim, dim), **options)
+    left, right = options["window"]
+    expected = run(case, device)
+    if left is not None:
+        case.v[:, sk - 1 - left - 1] = fill
+    case.v[:, sk - 1 + right + 1 :] = fill
+    found = run(case, device)
+    assert found.out[:, -1].isfinite().all()
+    assert torch.equal(found.out[:, -1], expected.out[:, -1])
+    assert torch.equal(found.gradients["q"][:, -1], expected.gradients["q"][:, -1])
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("fill", [math.nan, math.inf])
+def test_the_gradients_of_lse_alone_do_not_depend_on_v(fill, rows, options, dtype, device):
+    options = options | {
+        "bias": torch.zeros(rows, 90, dtype=dtype),
+        "alibi_slopes": torch.full((4,), 0.01, dtype=wide(dtype)),
+        "sinks": torch.zeros(4, dtype=wide(dtype)),
+    }
+    for given in ({}, options):
+        case = make_case("normal", dtype, (2, rows, 90, 4, 2, 64, 64), **given)
+        case.dout, case.dlse = None, torch.ones(2, 4, rows, dtype=wide(dtype))
+        case.v[:, 3:60:7] = fill
+        found = run(case, device)
+        hold_gradients(case, found, device)
+        assert all(gradient.isfinite().all() for gradient in found.gradients.values())
+        assert found.gradients["v"].abs().max() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (40, 3)}, {"softcap": 2.0}], ids=str
+)
+@pytest.mark.parametrize(("rows", "dim"), [(1, 64), (70, 64), (200, 128), (20, 256)])
+def test_a_mean_is_finite_where_the_sum_of_its_values_is_not(rows, dim, options, dtype, device):
+    if device == "cuda" and dim > 128 and "softcap" in options:
+        pytest.skip("not on CUDA at head dims above 128 with options")
+    case = make_case("normal", dtype, (2, rows, 300, 4, 2, dim, dim), **options)
+    case.dout = case.dlse = None
+    case.v = ((case.v.double().sigmoid() + 2) * 1e38).to(dtype)
+    case.v[:, :, 1, ::2] /= -1e20  # beside small ones, and of either sign
+    hold_bounds(case, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_sum_of_values_that_overflows_does_not_move_a_bit_of_rows_that_do_not_see_it(
+    dtype, device
+):
+    case = make_case("normal", dtype, (1, 60, 120, 2, 2, 64, 64), causal=True)
+    case.dout = case.dlse = None
+    expected = run(case, device).out
+    case.v[:, 100:] = 3e38  # the last twenty keys: rows from 40 on see some
+    found = run(case, device).out
+    assert torch.equal(found[:, :40], expected[:, :40])
+    assert found.isfinite().all()
