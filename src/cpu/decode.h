@@ -15,8 +15,11 @@
 namespace onefold::cpu::ONEFOLD_ISA {
 
 inline constexpr int kDecodeRows = 8, kDecodeKeys = 64;
-inline constexpr int kTurn = 16;  // keys of one head before the next has its turn
-inline constexpr int kAhead = 2;  // turns between asking for a row and its use
+// Up to so many rows heads take turns: keys of a turn, bytes from a row to the one asked for.
+inline constexpr int kFewRows = 2;
+template <class T>
+inline constexpr int kTurn = 4 / static_cast<int>(sizeof(T));
+inline constexpr std::int64_t kLead = 16384;
 using Vf = Vec<float>;
 inline constexpr int kW = kWidth<float>;
 #if defined(__AVX512F__)
@@ -48,16 +51,26 @@ inline float max_lane(Vf v) {
   return fold_lanes(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// The sums of all accumulators at once, each in the order of sum_lanes: halves of all vectors are
-// added in pairs until the sums lie side by side. Place p of `to` is the sum of acc[lane_order(p)].
-inline constexpr int lane_order(int place) {
-  return kW == 4 ? place : place % 4 * (kDecodeRegisters / 4) + place / 4;
+// The sums of kCount >= 8 accumulators at once, each in the order of sum_lanes: halves of all
+// vectors are added in pairs until the sums lie side by side. Place p of `to` is the sum of
+// acc[lane_order<kCount>(p)].
+template <int kCount>
+constexpr int lane_order(int place) {
+  if constexpr (kW == 4 || kCount < 8) {
+    return place;
+  } else {
+    constexpr int kBlocks = kW / 4, kGroups = kCount / kBlocks;
+    return place % kGroups * kBlocks + place / kGroups;
+  }
 }
+template <int kCount>
 [[gnu::always_inline]] inline void sum_lanes_of(const Vf* acc, float* to) {
 #if defined(__AVX512F__)
-  __m512 group[4];
+  static_assert(kCount == 8 || kCount == 16);
+  constexpr int kGroups = kCount / 4;
+  __m512 group[kGroups];
 #pragma GCC unroll 4
-  for (int g = 0; g < 4; ++g) {  // 128-bit block t of group g: acc[4 g + t]
+  for (int g = 0; g < kGroups; ++g) {  // 128-bit block t of group g: acc[4 g + t]
     const Vf* a = acc + 4 * g;
     const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x44),
                                     _mm512_shuffle_f32x4(a[0], a[1], 0xEE));
@@ -66,15 +79,22 @@ inline constexpr int lane_order(int place) {
     group[g] =
         _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
   }
-  __m512 pair[2];
+  __m512 pair[kGroups / 2];
 #pragma GCC unroll 2
-  for (int g = 0; g < 2; ++g) {
+  for (int g = 0; g < kGroups / 2; ++g) {
     pair[g] = _mm512_add_ps(_mm512_unpacklo_ps(group[2 * g], group[2 * g + 1]),
                             _mm512_unpackhi_ps(group[2 * g], group[2 * g + 1]));
   }
-  _mm512_storeu_ps(to, _mm512_add_ps(_mm512_shuffle_ps(pair[0], pair[1], 0x44),
-                                     _mm512_shuffle_ps(pair[0], pair[1], 0xEE)));
+  const __m512 last = pair[kGroups / 2 - 1];
+  const __m512 sums =
+      _mm512_add_ps(_mm512_shuffle_ps(pair[0], last, 0x44), _mm512_shuffle_ps(pair[0], last, 0xEE));
+  if constexpr (kCount == 16) {
+    _mm512_storeu_ps(to, sums);
+  } else {
+    _mm256_storeu_ps(to, _mm512_castps512_ps256(_mm512_maskz_compress_ps(0x3333, sums)));
+  }
 #elif defined(__AVX2__)
+  static_assert(kCount == 8);
   __m256 half[4];  // 128-bit block t of half g: acc[2 g + t]
 #pragma GCC unroll 4
   for (int g = 0; g < 4; ++g) {
@@ -88,7 +108,7 @@ inline constexpr int lane_order(int place) {
   _mm256_storeu_ps(
       to, _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x44), _mm256_shuffle_ps(low, high, 0xEE)));
 #else
-  for (int n = 0; n < kDecodeRegisters; ++n) to[n] = sum_lanes(acc[n]);
+  for (int n = 0; n < kCount; ++n) to[n] = sum_lanes(acc[n]);
 #endif
 }
 
@@ -114,10 +134,35 @@ struct KeyRows {
   std::int64_t k_step, v_step, k_head, v_head;
 };
 
+// What a head asks for while it computes: rows that are used soon, line after line, as many as it
+// reads. A few lines at a time, between multiply-adds: more of them at once would wait for each
+// other.
+template <class T>
+struct Asking {
+  static constexpr int kLine = 64 / static_cast<int>(sizeof(T));
+  const T* at;
+  std::int64_t left, dim, gap;  // of the row; of a row; between rows
+
+  // Step number `step` of those that read kStep elements each: whole lines every so many steps.
+  template <int kStep>
+  [[gnu::always_inline]] void after(std::int64_t step) {
+    constexpr int kCount = kStep < kLine ? kLine : kStep;
+    if (step % (kCount / kStep) != 0) return;
+#pragma GCC unroll 8
+    for (int x = 0; x < kCount; x += kLine) __builtin_prefetch(at + x);
+    at += kCount;
+    left -= kCount;
+    if (left <= 0) {
+      at += gap;
+      left += dim;
+    }
+  }
+};
+
 // What an item keeps of its heads while their keys go by, and of the key tile in flight. Rows of
 // one head follow each other.
 struct DecodeScratch {
-  void* q;                  // [head][row][d], scaled, as operands
+  void* q;                  // [head][d / kW][row][kW], scaled, as operands
   float *out, *part;        // [head][row][step]: not yet divided; of the tile so far
   float *ref, *sum, *keep;  // [head][row]
   float* scores;            // [head][row][key]
@@ -152,22 +197,12 @@ struct DecodeTile {
   const KeyRows<T>& rows;
   const DecodeScratch& s;
   std::int64_t dim, dim_v, head;
-  float factor;                   // of sums of pairs: the others have it in q
-  std::int64_t k_ahead, v_ahead;  // from a row to the one to ask for meanwhile, in elements
+  float factor;  // of sums of pairs: the others have it in q
 
-  // Keys scored at once: as many as fill the accumulators.
-  static constexpr int kKeyBlock = kDecodeRegisters / kRows;
+  Asking<T>& asking;
 
   const T* k_row(int key) const { return rows.k + head * rows.k_head + key * rows.k_step; }
   const T* v_row(int key) const { return rows.v + head * rows.v_head + key * rows.v_step; }
-  // Asks for the cache lines of kCount vectors from `at`, an element of a row that is used soon. A
-  // few lines at a time, between multiply-adds: more of them at once would wait for each other.
-  template <int kCount>
-  [[gnu::always_inline]] static void ask_for(const T* at) {
-    constexpr int kLine = 64 / static_cast<int>(sizeof(T)), kApart = kLine > kStep ? kLine : kStep;
-#pragma GCC unroll 8
-    for (int x = 0; x < kCount * kStep; x += kApart) __builtin_prefetch(at + x);
-  }
   static Vec<X> operand(const T* at) {
     if constexpr (kPairs) {
       return load(reinterpret_cast<const Pair*>(at));
@@ -180,60 +215,57 @@ struct DecodeTile {
   }
   float* scores(int r) const { return s.scores + (head * kDecodeRows + r) * kDecodeKeys; }
 
-  // A full block, or one key.
+  // The scores of kKeys keys from k on. Functions like this one are not inlined, so that registers
+  // are left to it.
   template <int kKeys>
-  void score_keys(int key) const {
-    constexpr bool kBlock = kKeys == kKeyBlock;
-    const auto place = [](int r, int n) { return kBlock ? lane_order(r * kKeys + n) : r; };
-    const T* k[kKeys];
-    Vf acc[kKeys * kRows] = {};
-    for (int n = 0; n < kKeys; ++n) k[n] = k_row(key + n);
-    const std::int64_t q_step = operands<X>(dim);
-    const X* q = static_cast<const X*>(s.q) + head * kDecodeRows * q_step;
-    for (std::int64_t d = 0; d < dim; d += kStep, q += kW) {
-      const bool new_line = d % (64 / std::int64_t{sizeof(T)}) == 0;
+  [[gnu::noinline]] static void score_keys(const X* q, const T* k, std::int64_t k_step,
+                                           Asking<T>& asking, std::int64_t dim, float factor,
+                                           float* to) {
+    Asking<T> ask = asking;
+    constexpr int kCount = kKeys * kRows;
+    const auto place = [](int r, int n) { return lane_order<kCount>(r * kKeys + n); };
+    Vf acc[kCount] = {};
+    for (std::int64_t d = 0; d < dim; d += kStep, q += kRows * kW) {
+      ask.template after<kKeys * kStep>(d / kStep);
       // The shorter side stays in registers.
       constexpr bool kKeepRows = kRows < kKeys;
       Vec<X> kept[kKeepRows ? kRows : kKeys];
       if constexpr (kKeepRows) {
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) kept[r] = pinned(load(q + r * q_step));
+        for (int r = 0; r < kRows; ++r) kept[r] = pinned(load(q + r * kW));
 #pragma GCC unroll 16
         for (int n = 0; n < kKeys; ++n) {
-          const Vec<X> x = pinned(operand(k[n] + d));
-          if (new_line) ask_for<1>(k[n] + d + k_ahead);
+          const Vec<X> x = pinned(operand(k + n * k_step + d));
 #pragma GCC unroll 16
           for (int r = 0; r < kRows; ++r)
             acc[place(r, n)] = multiply_add(x, kept[r], acc[place(r, n)]);
         }
       } else {
 #pragma GCC unroll 16
-        for (int n = 0; n < kKeys; ++n) {
-          kept[n] = pinned(operand(k[n] + d));
-          if (new_line) ask_for<1>(k[n] + d + k_ahead);
-        }
+        for (int n = 0; n < kKeys; ++n) kept[n] = pinned(operand(k + n * k_step + d));
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
-          const Vec<X> y = pinned(load(q + r * q_step));
+          const Vec<X> y = pinned(load(q + r * kW));
 #pragma GCC unroll 16
           for (int n = 0; n < kKeys; ++n)
             acc[place(r, n)] = multiply_add(kept[n], y, acc[place(r, n)]);
         }
       }
     }
-    float* to = scores(0) + key;
-    if constexpr (kBlock) {
-      float sums[kDecodeRegisters];
-      sum_lanes_of(acc, sums);
-      for (int n = 0; kPairs && n < kDecodeRegisters; ++n) sums[n] *= factor;
+    asking = ask;
+    if constexpr (kCount >= 8) {
+      float sums[kCount];
+      sum_lanes_of<kCount>(acc, sums);
+      for (int n = 0; kPairs && n < kCount; ++n) sums[n] *= factor;
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         __builtin_memcpy(to + r * kDecodeKeys, sums + r * kKeys, kKeys * sizeof(float));
       }
     } else {
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r)
-        to[r * kDecodeKeys] = (kPairs ? factor : 1.0f) * sum_lanes(acc[r]);
+      for (int at = 0; at < kCount; ++at) {
+        to[at / kKeys * kDecodeKeys + at % kKeys] = (kPairs ? factor : 1.0f) * sum_lanes(acc[at]);
+      }
     }
   }
 
@@ -244,107 +276,127 @@ struct DecodeTile {
     }
   }
 
-  void score(int key, int end) const {
-    for (; key + kKeyBlock <= end; key += kKeyBlock) score_keys<kKeyBlock>(key);
-    for (; key < end; ++key) score_keys<1>(key);
+  template <int kKeys>
+  void score_blocks(int& key, int end) const {
+    const X* q = static_cast<const X*>(s.q) + head * kDecodeRows * operands<X>(dim);
+    for (; key + kKeys <= end; key += kKeys) {
+      score_keys<kKeys>(q, k_row(key), rows.k_step, asking, dim, factor, scores(0) + key);
+    }
+  }
+  void score(int begin, int end) const {
+    constexpr int kFill = kDecodeRegisters / kRows, kFew = kTurn<T>;
+    int key = begin;
+    score_blocks<(kFill < 8 ? kFill : 8)>(key, end);
+    if constexpr (kRows <= kFewRows) score_blocks<kFew>(key, end);
+    score_blocks<1>(key, end);
   }
 
-  // Adds keys [begin, end) of the tile's `count` to vectors [d, d + kVectors) of its part, and the
-  // whole part to out.
+  // Adds `count` keys to kVectors vectors of operands of its part, or the part to out.
   template <int kVectors>
-  void sum_vectors(int begin, int end, int count, std::int64_t d) const {
-    const std::int64_t at = head * kDecodeRows * s.step + d;
+  [[gnu::noinline]] static void sum_vectors(const float* weights, const T* v, std::int64_t v_step,
+                                            Asking<T>& asking, int count, const float* part,
+                                            float* to, std::int64_t step, const float* keep) {
+    Asking<T> ask = asking;
     Vf acc[kRows][kVectors] = {};
-    if (begin > 0) {
+    if (part) {
+#pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        for (int n = 0; n < kVectors; ++n) acc[r][n] = load(s.part + at + r * s.step + n * kW);
+#pragma GCC unroll 16
+        for (int n = 0; n < kVectors; ++n) acc[r][n] = load(part + r * step + n * kW);
       }
     }
-    for (int key = begin; key < end; ++key) {
-      const T* v = v_row(key) + d;
+    for (int key = 0; key < count; ++key, v += v_step) {
       Vf x[kVectors];
 #pragma GCC unroll 16
       for (int n = 0; n < kVectors; ++n) x[n] = pinned(widen(v + n * kW));
-      ask_for<kVectors>(v + v_ahead);
+      ask.template after<kVectors * kStep>(key);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        const Vf w = splat(scores(r)[key]);
+        const Vf w = splat(weights[r * kDecodeKeys + key]);
 #pragma GCC unroll 16
         for (int n = 0; n < kVectors; ++n) acc[r][n] = fma(w, x[n], acc[r][n]);
       }
     }
-    float* to = (end < count ? s.part : s.out) + at;
+    asking = ask;
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Vf keep = splat(s.keep[head * kDecodeRows + r]);
 #pragma GCC unroll 16
       for (int n = 0; n < kVectors; ++n) {
-        float* where = to + r * s.step + n * kW;
-        store(where, end < count ? acc[r][n] : fma(load(where), keep, acc[r][n]));
+        float* where = to + r * step + n * kW;
+        store(where, keep ? fma(load(where), splat(keep[r]), acc[r][n]) : acc[r][n]);
       }
     }
   }
 
-  // The same of pairs of keys: vectors [d, d + 2 * kVectors) of its part, which lie as `interleave`
-  // leaves them.
+  // The same of pairs of keys: 2 * kVectors vectors of its part, which lie as `interleave` leaves
+  // them.
   template <int kVectors>
-  void sum_pairs(int begin, int end, int count, std::int64_t d) const {
-    const std::int64_t at = head * kDecodeRows * s.step + d;
+  [[gnu::noinline]] static void sum_pairs(const Pair* weights, const T* v, std::int64_t v_step,
+                                          Asking<T>& asking, int count, const float* part,
+                                          float* to, std::int64_t step, const float* keep) {
+    Asking<T> ask = asking;
     Vf acc[kRows][2 * kVectors] = {};
-    if (begin > 0) {
+    if (part) {
+#pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        for (int n = 0; n < 2 * kVectors; ++n) acc[r][n] = load(s.part + at + r * s.step + n * kW);
+#pragma GCC unroll 16
+        for (int n = 0; n < 2 * kVectors; ++n) acc[r][n] = load(part + r * step + n * kW);
       }
     }
-    for (int key = begin; key < end; key += 2) {
-      const T *v = v_row(key) + d, *next = v_row(key + 1) + d;
+    for (int key = 0; key < count; key += 2, v += 2 * v_step, ++weights) {
       Vec<Pair> x[2 * kVectors];
 #pragma GCC unroll 16
       for (int n = 0; n < kVectors; ++n) {
-        const Vec<Pair> second = key + 1 < end ? operand(next + n * kStep) : Vec<Pair>{};
+        const Vec<Pair> second = key + 1 < count ? operand(v + v_step + n * kStep) : Vec<Pair>{};
         const Interleaved both = interleave(operand(v + n * kStep), second);
         x[2 * n] = pinned(both.low);
         x[2 * n + 1] = pinned(both.high);
       }
-      ask_for<kVectors>(v + v_ahead);
-      ask_for<kVectors>(next + v_ahead);
+      ask.template after<2 * kVectors * kStep>(key / 2);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        const Vec<Pair> w = splat(weights(r)[key / 2]);
+        const Vec<Pair> w = splat(weights[r * kDecodeKeys / 2]);
 #pragma GCC unroll 16
         for (int n = 0; n < 2 * kVectors; ++n) acc[r][n] = multiply_add(w, x[n], acc[r][n]);
       }
     }
-    float* to = (end < count ? s.part : s.out) + at;
+    asking = ask;
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Vf keep = splat(s.keep[head * kDecodeRows + r]);
 #pragma GCC unroll 16
       for (int n = 0; n < 2 * kVectors; n += 2) {
-        if (end == count) in_order(acc[r][n], acc[r][n + 1]);
+        if (keep) in_order(acc[r][n], acc[r][n + 1]);
         for (int m = n; m < n + 2; ++m) {
-          float* where = to + r * s.step + m * kW;
-          store(where, end < count ? acc[r][m] : fma(load(where), keep, acc[r][m]));
+          float* where = to + r * step + m * kW;
+          store(where, keep ? fma(load(where), splat(keep[r]), acc[r][m]) : acc[r][m]);
         }
       }
     }
   }
 
+  // Adds keys [begin, end) of the tile's `count` to its part, and the whole part to out.
   void sum_values(int begin, int end, int count) const {
-    if constexpr (kPairs) {
-      constexpr int kVectors = kRows == 8 ? 1 : kRows == 4 ? 2 : 4;
-      std::int64_t d = 0;
-      for (; d + kVectors * kStep <= dim_v; d += kVectors * kStep) {
-        sum_pairs<kVectors>(begin, end, count, d);
-      }
-      for (; d < dim_v; d += kStep) sum_pairs<1>(begin, end, count, d);
-      return;
-    }
-    constexpr int kVectors = kDecodeRegisters / kRows < 8 ? kDecodeRegisters / kRows : 8;
+    const std::int64_t at = head * kDecodeRows * s.step;
+    const float* part = begin > 0 ? s.part + at : nullptr;
+    float* to = (end < count ? s.part : s.out) + at;
+    const float* keep = end < count ? nullptr : s.keep + head * kDecodeRows;
+    const T* v = v_row(begin);
     std::int64_t d = 0;
-    for (; d + kVectors * kW <= dim_v; d += kVectors * kW)
-      sum_vectors<kVectors>(begin, end, count, d);
-    for (; d < dim_v; d += kW) sum_vectors<1>(begin, end, count, d);
+    const auto sum = [&]<int kVectors>() {
+      for (; d + kVectors * kStep <= dim_v; d += kVectors * kStep) {
+        const float* from = part ? part + d : nullptr;
+        if constexpr (kPairs) {
+          sum_pairs<kVectors>(weights(0) + begin / 2, v + d, rows.v_step, asking, end - begin, from,
+                              to + d, s.step, keep);
+        } else {
+          sum_vectors<kVectors>(scores(0) + begin, v + d, rows.v_step, asking, end - begin, from,
+                                to + d, s.step, keep);
+        }
+      }
+    };
+    constexpr int kMost = kDecodeRegisters / kTerms<X> / kRows;
+    sum.template operator()<(kMost < 8 / kTerms<X> ? kMost : 8 / kTerms<X>)>();
+    sum.template operator()<1>();
   }
 
   // For a tile with hidden keys and values that are not finite: only what a row sees, in the order
@@ -495,9 +547,12 @@ void weigh_head(const Problem& p, const Sequence& seq, const QueryTile& tile,
   s.some_hidden[work.head] = some_hidden && !work.all_values_finite(count);
 }
 
-// One key tile of `count` keys from j against the rows of `num_heads` heads. Keys of neighbouring
-// heads are neighbours in memory, so heads take turns every few keys: memory is read in order, and
-// while one head computes, the rows of the next are asked for.
+// One key tile of `count` keys from j against the rows of `num_heads` heads.
+//
+// Memory is asked for in its own order. In (batch, seqlen, heads, head_dim) a key's heads are
+// neighbours: with few rows, heads take turns every kTurn keys, so that it is read in that order
+// too. With more, what heads keep would not fit into the first cache: one head follows another, and
+// while K is multiplied the tile's V is asked for, then the next tile's K.
 template <class T, class X, int kRows, class TileOf>
 void decode_tile(const Problem& p, const Sequence& seq, const TileOf& tile_of,
                  LaneFacts<float>& lanes, const DecodeScratch& s, const KeyRows<T>& keys,
@@ -506,33 +561,40 @@ void decode_tile(const Problem& p, const Sequence& seq, const TileOf& tile_of,
   using Work = DecodeTile<T, X, kRows>;
   const std::int64_t end_head = first_head + num_heads;
   const float factor = score_factor<X>(p).of_scores;
-  const auto work_of = [&](std::int64_t n) {
-    return Work{keys, s, p.dim, p.dim_v, n, factor, 0, 0};
-  };
-  const auto in_turns = [&](const auto& function) {
-    const int step = num_heads > 1 ? kTurn : count;
+  // Whether rows follow each other, all heads of a key and then the next.
+  const bool one_run = p.dim == p.dim_v && keys.k_head == p.dim && keys.v_head == p.dim &&
+                       keys.k_step == num_heads * p.dim && keys.v_step == keys.k_step;
+  const bool take_turns = kRows <= kFewRows && one_run;
+  const int step = take_turns && num_heads > 1 ? kTurn<T> : count;
+  const auto in_turns = [&](const T* now, const T* then, std::int64_t then_head,
+                            std::int64_t then_step, const auto& function) {
+    // From a row of the run to the one to ask for, and the end of what `now` has.
+    const std::int64_t lead = take_turns ? kLead / std::int64_t{sizeof(T)} : count * keys.k_step;
+    const std::int64_t end_now = count * keys.k_step - lead;
+    std::int64_t at = 0;
     for (int key = 0; key < count; key += step) {
       const int end = key + step < count ? key + step : count;
-      for (std::int64_t n = first_head; n < end_head; ++n) {
-        Work work = work_of(n);
-        const std::int64_t later = n - first_head + kAhead, turns = later / num_heads * step;
-        if (end + turns <= count) {
-          const std::int64_t heads = later % num_heads - (n - first_head);
-          work.k_ahead = heads * keys.k_head + turns * keys.k_step;
-          work.v_ahead = heads * keys.v_head + turns * keys.v_step;
-        }
-        function(work, key, end);
+      for (std::int64_t n = first_head; n < end_head; ++n, at += (end - key) * p.dim) {
+        const T* ask = !one_run       ? then + n * then_head
+                       : at < end_now ? now + (at + lead)
+                                      : then + (at - end_now);
+        Asking<T> asking{ask, p.dim, p.dim, one_run ? 0 : then_step - p.dim};
+        function(Work{keys, s, p.dim, p.dim_v, n, factor, asking}, key, end);
       }
     }
   };
-  in_turns([](const Work& work, int key, int end) { work.score(key, end); });
+  in_turns(keys.k, keys.v, keys.v_head, keys.v_step,
+           [](const Work& work, int key, int end) { work.score(key, end); });
   for (std::int64_t n = first_head; n < end_head; ++n) {
-    weigh_head(p, seq, tile_of(n), lanes, work_of(n), j, count, row);
+    Asking<T> nothing{};
+    const Work work{keys, s, p.dim, p.dim_v, n, factor, nothing};
+    weigh_head(p, seq, tile_of(n), lanes, work, j, count, row);
   }
-  in_turns([&](const Work& work, int key, int end) {
-    if (!s.some_hidden[work.head]) return work.sum_values(key, end, count);
-    if (key == 0) work.sum_seen(count, tile_of(work.head).rows);
-  });
+  in_turns(keys.v, keys.k + count * keys.k_step, keys.k_head, keys.k_step,
+           [&](const Work& work, int key, int end) {
+             if (!s.some_hidden[work.head]) return work.sum_values(key, end, count);
+             if (key == 0) work.sum_seen(count, tile_of(work.head).rows);
+           });
 }
 
 }  // namespace onefold::cpu::ONEFOLD_ISA

@@ -368,14 +368,15 @@ inline void decode_heads(const ForwardCall& call, const Item& item, bool with_si
       const std::int64_t row = n * kDecodeRows + r;
       float* from = s.rows + r * q_step;
       for (std::int64_t d = 0; !live && d < p.dim; ++d) from[d] = 0.0f;
-      if constexpr (kPairs) {
-        narrow_row(from, p.dim, static_cast<Pair*>(to.q) + row * operands<X>(p.dim));
-        to.mass[row] = live ? s.sum[r] : 0.0f;
-      } else {
-        for (std::int64_t d = 0; d < p.dim; ++d) {
-          static_cast<float*>(to.q)[row * p.dim + d] = from[d];
+      X* q = static_cast<X*>(to.q) + n * kDecodeRows * operands<X>(p.dim) + r * kW;
+      for (std::int64_t d = 0; d < p.dim; d += kTerms<X> * kW, q += kRows * kW) {
+        if constexpr (kPairs) {
+          narrow_row(from + d, 2 * kW, q);
+        } else {
+          store(q, load(from + d));
         }
       }
+      if constexpr (kPairs) to.mass[row] = live ? s.sum[r] : 0.0f;
       to.ref[row] = live ? s.ref[r] : kEmpty<float>;
       to.sum[row] = live ? s.sum[r] : 0.0f;
     }
