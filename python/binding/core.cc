@@ -218,7 +218,7 @@ enum Host : std::size_t {
   kEmptyLike,
   kOutLike,
   kNewEmpty,
-  kLseLike,
+  kFloat32On,
   kNumThreads,
   kCurrentStream,
   kAllocate,
@@ -285,8 +285,10 @@ nb::object new_out(const Attention& a, const nb::tuple& question, const nb::tupl
 // For lse, (B, H, Sq) in q's own dtype where that is wide enough.
 nb::object new_lse(const Attention& a, const nb::tuple& question, const nb::tuple& host) {
   const bool wide = a.q.dtype == DType::kFloat32 || a.q.dtype == DType::kFloat64;
-  if (!wide) return item(host, kLseLike)(item(question, kQ));
-  return item(host, kNewEmpty)(item(question, kQ), a.q.shape[0], a.q.shape[2], a.q.shape[1]);
+  const int cuda_index = a.q.device.type == DeviceType::kCpu ? -1 : a.q.device.index;
+  const nb::object like =
+      wide ? nb::borrow(item(question, kQ)) : nb::object(item(host, kFloat32On)(cuda_index));
+  return item(host, kNewEmpty)(like, a.q.shape[0], a.q.shape[2], a.q.shape[1]);
 }
 
 // A question that is_plain: (out, lse), without lse if not wanted.

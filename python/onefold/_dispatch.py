@@ -15,7 +15,7 @@ def front_end(array: Any, name: str = "q") -> ModuleType:
     """`_torch` or `_numpy`. Both offer the same functions."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        if torch.compiler.is_compiling():  # which would have to trace what remembers modules
+        if torch.compiler.is_dynamo_compiling():  # which would have to trace what remembers modules
             from . import _torch
 
             return _torch

@@ -135,9 +135,7 @@ def _refuse_transforms(function: str) -> None:
 place = ops.place
 
 
-def wants_determinism() -> bool:
-    """What deterministic=None means."""
-    return torch.are_deterministic_algorithms_enabled()
+wants_determinism = torch.are_deterministic_algorithms_enabled  # what deterministic=None means
 
 
 # ---- attention ----
@@ -241,7 +239,8 @@ class _Gradients(Function):
 
 def attention(question: Arguments, deterministic: bool | None, return_lse: bool, out: Any) -> Any:
     """See `onefold.attention`."""
-    rare = out is not None or torch.compiler.is_compiling() or forward_ad._current_level >= 0
+    # Whatever else compiles or exports watches the call, and what is watched is not plain.
+    rare = out is not None or torch.compiler.is_dynamo_compiling() or forward_ad._current_level >= 0
     if not rare and _core.is_plain(question, ops.PLAIN):
         return _plain_attention(question, deterministic, return_lse)
     _refuse_transforms("attention")

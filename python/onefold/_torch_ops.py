@@ -8,6 +8,7 @@ are called directly when nothing traces.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Sequence
 from ctypes import addressof
@@ -125,6 +126,14 @@ def _lse_like(q: Tensor) -> Tensor:
     return q.new_empty(shape, dtype=dtype)
 
 
+@functools.cache
+def _float32_on(cuda_index: int) -> Tensor:
+    """What new_empty makes float32 of, on the CPU for -1: naming dtype and device in a call costs
+    a microsecond."""
+    device = "cpu" if cuda_index < 0 else f"cuda:{cuda_index}"
+    return torch.empty(0, dtype=torch.float32, device=device)
+
+
 def _watcher(name: str) -> Any:
     """A question to torch's own module; one that this torch does not have is answered by yes."""
     return getattr(torch._C, name, lambda: True)
@@ -139,7 +148,7 @@ PLAIN = (
     torch.empty_like,
     _out_like,
     Tensor.new_empty,
-    _lse_like,
+    _float32_on,
     torch.get_num_threads,
     getattr(torch._C, "_cuda_getCurrentRawStream", None),  # of a torch with CUDA
     _workspace,

@@ -316,12 +316,27 @@ def functions_entered(call):
     return len(entered) - 2  # `call`, and the end of the profile
 
 
-@pytest.mark.parametrize(("requires_grad", "most"), [(False, 14), (True, 21)])
+@pytest.mark.parametrize(("requires_grad", "most"), [(False, 12), (True, 18)])
 @pytest.mark.parametrize("return_lse", [False, True])
-def test_a_plain_call_enters_few_functions(requires_grad, most, return_lse):
-    q, k, v = make_inputs(torch.float32, requires_grad=requires_grad, dv=4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plain_call_enters_few_functions(requires_grad, most, return_lse, dtype):
+    q, k, v = make_inputs(dtype, requires_grad=requires_grad, dv=4)
     call = lambda: onefold.attention(q, k, v, causal=True, return_lse=return_lse)  # noqa: E731
     assert functions_entered(call) <= most
+
+
+@pytest.mark.parametrize("first", [contextlib.nullcontext, torch.inference_mode])
+def test_lse_does_not_remember_what_the_first_call_was_made_under(first):
+    inputs = make_inputs(torch.bfloat16)
+    onefold._torch_ops._float32_on.cache_clear()
+    with first():
+        _, lse = onefold.attention(*inputs, return_lse=True)
+        assert lse.is_inference() == (first is torch.inference_mode)
+    out, lse = onefold.attention(*inputs, return_lse=True)
+    assert lse.dtype == torch.float32 and lse.requires_grad and not lse.is_inference()
+    (out.sum() + lse.sum()).backward()
+    with torch.inference_mode():
+        assert onefold.attention(*inputs, return_lse=True)[1].is_inference()
 
 
 class Watching(TorchDispatchMode):
