@@ -30,10 +30,10 @@ struct ForwardSpec {
   constexpr int threads() const { return 32 * warps; }
   constexpr int row_bytes() const { return dim * size_bytes(element); }
   constexpr int row_bytes_v() const { return dim_v * size_bytes(element); }
-  // A warp's part of the columns of v has to be whole lines, too. Where warps share rows, the
-  // compiler would spill 8 bytes for 10.0.
+  // A warp's part of the columns of v has to be whole lines, too. For 10.0 the compiler would spill
+  // 8 bytes at head dims above 64.
   constexpr bool can_be_swizzled() const {
-    return !(sharing == 2 && arch / 100 == 10) && element != Element::kFloat32 &&
+    return !(arch / 100 == 10 && dim_v > 64) && element != Element::kFloat32 &&
            row_bytes() % tile::kLine == 0 && row_bytes_v() % (tile::kLine * sharing) == 0;
   }
   // Of weights that warps hand to each other, and of numbers of their rows.

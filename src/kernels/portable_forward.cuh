@@ -130,7 +130,8 @@ struct PortableForward : Worker {
   __forceinline__ void recall() {
     // Here the compiler would spill 8 bytes (10.0 at head dim 128; 8.0 in float16 with all
     // options).
-    if constexpr (kSpec.arch / 100 == 10 || (kSpec.dim_v > 128 && !kFeatures.plain())) {
+    if constexpr (kSpec.arch / 100 == 10 ||
+                  (kElement == Element::kFloat16 && kSpec.dim_v > 128 && !kFeatures.plain())) {
       locate();
     } else {
       take(shared.facts.tile);

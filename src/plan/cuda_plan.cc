@@ -28,7 +28,7 @@ struct ForwardTiles {
   int tile_q, tile_k, warps, stages, blocks_per_sm;
   bool q_in_registers;
   int sharing = 1;
-  bool swizzled = false;  // where rows are whole lines
+  bool swizzled = false;
 };
 // Rows of a table: the first that fits is taken, from the fastest to the smallest.
 struct Row {
@@ -39,10 +39,11 @@ struct Row {
 // 16 bit, nothing but a scale: a warp owns 32 rows, so that K and V fragments are read once for two
 // products. Two blocks fit a multiprocessor with at most 255 registers a thread.
 constexpr Row kPlain16[] = {
-    {64, {128, 64, 4, 2, 2, true, 1, true}},   {64, {128, 64, 4, 1, 2, false}},
-    {128, {128, 64, 4, 2, 2, false, 1, true}}, {128, {128, 64, 4, 1, 2, false}},
-    {128, {128, 64, 8, 1, 1, false}},          {256, {64, 64, 4, 1, 2, false, 2, true}},
-    {256, {64, 64, 4, 1, 2, false}},           {256, {64, 64, 4, 1, 1, false}},
+    {64, {128, 64, 4, 2, 2, true, 1, true}},  {64, {128, 64, 4, 2, 2, true}},
+    {64, {128, 64, 4, 1, 2, false}},          {128, {128, 64, 4, 2, 2, false, 1, true}},
+    {128, {128, 64, 4, 1, 2, false}},         {128, {128, 64, 8, 1, 1, false}},
+    {256, {64, 64, 4, 1, 2, false, 2, true}}, {256, {64, 64, 4, 1, 2, false, 2}},
+    {256, {64, 64, 4, 1, 2, false}},          {256, {64, 64, 4, 1, 1, false}},
     {256, {64, 32, 4, 1, 1, false}},
 };
 // 16 bit with options: 16 rows a warp leave the registers that options need.
@@ -73,7 +74,7 @@ void set(ForwardSpec& spec, const ForwardTiles& tiles) {
   spec.blocks_per_sm = tiles.blocks_per_sm;
   spec.q_in_registers = tiles.q_in_registers;
   spec.sharing = tiles.sharing;
-  spec.swizzled = tiles.swizzled && spec.can_be_swizzled();
+  spec.swizzled = tiles.swizzled;
 }
 
 struct BackwardTiles {

@@ -173,6 +173,12 @@ class Case {
   std::optional<Tensor> given_dout() const {
     return w.has("no_dout") ? std::nullopt : std::optional<Tensor>(dout);
   }
+  // 1 for rows of dO that are not finite, else 0.
+  Tensor rows_not_finite() {
+    const std::vector<double> given = numbers(dout);
+    std::size_t n = 0;
+    return tensor(out_shape_, w.dtype, [&] { return std::isfinite(given[n++]) ? 0.0 : 1.0; });
+  }
   Gradients gradients_on_device() {
     const Gradients& g = gradients;
     return {slabs.there(g.dq),    slabs.there(g.dk),      slabs.there(g.dv),
