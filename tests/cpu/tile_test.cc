@@ -130,14 +130,18 @@ TEST_F(Tile, the_largest_lane_is_found_wherever_it_is) {
 
 TEST_F(Tile, sums_of_many_vectors_have_the_bits_of_each_ones_sum) {
   const auto width = static_cast<std::size_t>(of<float>().width);
-  const auto count = static_cast<std::size_t>(operations().sums_at_once);
-  for_random_cases(200, [&](Random& random) {
+  const auto most = static_cast<std::size_t>(operations().most_sums);
+  const auto check = [&](Random& random, std::size_t count, auto sums_of) {
     std::vector<float> x(width * count), sums(count);
     for (float& element : x) element = static_cast<float>(random.wide(3));
-    operations().sum_lanes_of(x.data(), sums.data());
+    sums_of(x.data(), sums.data());
     for (std::size_t n = 0; n < count; ++n) {
       ASSERT_TRUE(same(sums[n], operations().sum_lanes(x.data() + n * width))) << n;
     }
+  };
+  for_random_cases(200, [&](Random& random) {
+    check(random, 8, operations().sums_of_8);
+    check(random, most, operations().sums_of_most);
   });
 }
 

@@ -45,6 +45,15 @@ VectorOperations<R> vector_operations() {
   return t;
 }
 
+template <int kCount>
+void sums_of(const float* x, float* to) {
+  Vec<float> vectors[kCount];
+  for (int p = 0; p < kCount; ++p) {
+    vectors[simd::lane_order<kCount>(p)] = simd::load(x + p * simd::kWidth<float>);
+  }
+  simd::sum_lanes_of<kCount>(vectors, to);
+}
+
 Operations all_operations() {
   Operations t{};
   t.of_float = vector_operations<float>();
@@ -61,14 +70,9 @@ Operations all_operations() {
   };
   t.sum_lanes = [](const float* x) { return simd::sum_lanes(simd::load(x)); };
   t.max_lane = [](const float* x) { return simd::max_lane(simd::load(x)); };
-  t.sum_lanes_of = [](const float* x, float* to) {
-    Vec<float> vectors[simd::kDecodeRegisters];
-    for (int p = 0; p < simd::kDecodeRegisters; ++p) {
-      vectors[simd::lane_order(p)] = simd::load(x + p * simd::kWidth<float>);
-    }
-    simd::sum_lanes_of(vectors, to);
-  };
-  t.sums_at_once = simd::kDecodeRegisters;
+  t.sums_of_8 = &sums_of<8>;
+  t.sums_of_most = &sums_of<simd::kDecodeRegisters>;
+  t.most_sums = simd::kDecodeRegisters;
   t.multiply_pairs = [](const simd::Pair* a, const simd::Pair* b, const float* c, float* to) {
     simd::store(to, simd::multiply_add(simd::load(a), simd::load(b), simd::load(c)));
   };

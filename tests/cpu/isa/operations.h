@@ -45,9 +45,10 @@ struct Operations {
   void (*store_float16)(std::uint16_t* to, const float* from, std::int64_t count);
   float (*sum_lanes)(const float* x);
   float (*max_lane)(const float* x);
-  // sums_at_once vectors, one after another.
-  void (*sum_lanes_of)(const float* x, float* to);
-  int sums_at_once;
+  // The sums of 8 and of most_sums vectors that lie one after another.
+  void (*sums_of_8)(const float* x, float* to);
+  void (*sums_of_most)(const float* x, float* to);
+  int most_sums;
   // bfloat16 in pairs, the earlier in the low half. A product of one vector, added to c; a row of
   // floats, rounded; two rows, element by element; one vector of either row (twice as many), put
   // in order again after it was widened.
