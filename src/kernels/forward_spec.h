@@ -63,8 +63,8 @@ struct ForwardSpec {
       return "each warp owns whole blocks of 16 rows";
     }
     if (sharing != 1 && (sharing != 2 || warps % 2 != 0 || warps > 8 || tile_k % 32 != 0 ||
-                         element == Element::kFloat32 || !features.plain())) {
-      return "two warps share rows of 16-bit numbers where there is nothing but a scale";
+                         stages != 1 || element == Element::kFloat32 || !features.plain())) {
+      return "two warps share rows of 16-bit numbers, in one stage, where nothing but a scale is";
     }
     if (tile_k % 16 != 0 || tile_k < 16 || tile_k > 128) {
       return "tiles have 16 to 128 keys, a multiple of 16";

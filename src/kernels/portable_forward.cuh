@@ -535,11 +535,7 @@ struct PortableForward : Worker {
         ptx::cp_async_commit();
       }
       if ((fact(&Facts::careful) & kTakesPoison) != 0) take_poison(stage);
-      if constexpr (kSharing == 1) {
-        raises = __any_sync(tile::kAllLanes, find_tops(s, top));
-      } else if constexpr (kSpec.stages == 2) {
-        raises = share().any(find_tops(s, top));
-      }
+      if constexpr (kSharing == 1) raises = __any_sync(tile::kAllLanes, find_tops(s, top));
       absorb(s, top, raises, tile, stage, to_base_2);
       tile = next;
       if constexpr (kSpec.stages == 2) stage ^= 1;

@@ -39,7 +39,6 @@ struct RowShare {
         lane(this_lane) {}
 
   __forceinline__ void meet() const { ptx::bar_sync(9 + warp / 2, 64); }
-  __forceinline__ bool any(bool x) const { return ptx::bar_any(9 + warp / 2, 64, x); }
 
   // Numbers of rows, the same in the four lanes of a row: both warps receive operation(x, y).
   template <class Operation>

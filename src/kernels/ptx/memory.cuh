@@ -97,20 +97,4 @@ __forceinline__ void bar_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// The same for whole warps; whether `x` was true for one of the threads.
-__forceinline__ bool bar_any(int barrier, int threads, bool x) {
-  int any;
-  asm volatile(
-      "{\n"
-      ".reg .pred mine, some;\n"
-      "setp.ne.s32 mine, %1, 0;\n"
-      "bar.red.or.pred some, %2, %3, mine;\n"
-      "selp.s32 %0, 1, 0, some;\n"
-      "}"
-      : "=r"(any)
-      : "r"(static_cast<int>(x)), "r"(barrier), "r"(threads)
-      : "memory");
-  return any != 0;
-}
-
 }  // namespace onefold::ptx

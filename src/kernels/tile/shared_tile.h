@@ -3,8 +3,8 @@
 // Invariant: eight consecutive rows start in eight different groups of four banks, so that ldmatrix
 // is free of conflicts. Padded rows are followed by 16 bytes: an address is base plus constant.
 // Swizzled rows are whole lines of 128 bytes, whose 16-byte chunks change places: chunk c of row r
-// lies where chunk c ^ r % 8 would. Asynchronous copies write them faster, since no line of theirs
-// reaches into two, but addresses take registers. Host and device; includes element.h.
+// lies where chunk c ^ r % 8 would. Asynchronous copies write them faster, probably since no line
+// of theirs reaches into two, but addresses take registers. Host and device; includes element.h.
 #pragma once
 
 #include "kernels/tile/element.h"
