@@ -24,7 +24,7 @@ from onefold._bench.cases import Case, Record, record_of
 
 MIN_SECONDS = 0.02  # a sample repeats a call until it takes this long
 # Before a sample or a probe. The threads of whoever came before go on spinning for some
-# milliseconds (libgomp's, which torch uses, for about four) on processors that are wanted now.
+# milliseconds (libgomp's, which torch uses, for about seven) on processors that are wanted now.
 SETTLE_SECONDS = 0.01
 PROBE_SECONDS = 0.03
 # A candidate whose rounds would take longer sits some of them out.
