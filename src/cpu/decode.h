@@ -27,6 +27,10 @@ inline constexpr int kDecodeRegisters = 16;  // accumulators in flight
 #else
 inline constexpr int kDecodeRegisters = 8;
 #endif
+// Whether memory is asked for while scores become weights too, head by head. With shorter vectors
+// it gained nothing.
+template <int kRows>
+inline constexpr bool kAskToWeigh = kW == 16 && kRows > kFewRows;
 
 // All lanes folded by `op`, halving: the same order for every accumulator.
 template <class Op>
@@ -226,7 +230,8 @@ struct DecodeTile {
     const auto place = [](int r, int n) { return lane_order<kCount>(r * kKeys + n); };
     Vf acc[kCount] = {};
     for (std::int64_t d = 0; d < dim; d += kStep, q += kRows * kW) {
-      ask.template after<kKeys * kStep>(d / kStep);
+      // What the last step would ask for is left to the weights.
+      if (!kAskToWeigh<kRows> || d + kStep < dim) ask.template after<kKeys * kStep>(d / kStep);
       // The shorter side stays in registers.
       constexpr bool kKeepRows = kRows < kKeys;
       Vec<X> kept[kKeepRows ? kRows : kKeys];
@@ -488,10 +493,11 @@ inline bool modify_rows(const Problem& p, const Sequence& seq, const HeadGroup& 
 }
 
 // Scores become weights; returns what the old sum was scaled by. Lanes beyond num_keys are empty.
-// As pairs they are rounded: the others then are too, and `mass` is their sum.
-template <class X>
-inline float absorb_row(float* scores, int num_keys, float& ref, float& sum, Pair* pairs,
-                        float* mass) {
+// As pairs they are rounded: the others then are too, and `mass` is their sum. `ask` is called once
+// a vector, with its number. Flat, because what it calls is not this instruction set's own.
+template <class X, class Ask>
+[[gnu::flatten]] inline float absorb_row(float* scores, int num_keys, float& ref, float& sum,
+                                         Pair* pairs, float* mass, const Ask& ask) {
   const int padded = static_cast<int>(round_up(num_keys, kW));
   for (int key = num_keys; key < padded; ++key) scores[key] = kEmpty<float>;
   Vf tops = splat(kEmpty<float>);
@@ -501,6 +507,7 @@ inline float absorb_row(float* scores, int num_keys, float& ref, float& sum, Pai
   const Vf against = splat(anchor(state.ref));
   Vf sums{}, rounded{};
   for (int key = 0; key < padded; key += kW) {
+    ask(key / kW);
     Vf x = weight_from(load(scores + key), against);
     sums += x;
     if constexpr (kTerms<X> == 2) {
@@ -531,10 +538,15 @@ void weigh_head(const Problem& p, const Sequence& seq, const QueryTile& tile,
     some_hidden = modify_rows(p, seq, tile.heads, tile, j, count, lanes, row, work.scores(0),
                               s.hidden + first * kDecodeKeys);
   }
+  Asking<T> asking = work.asking;
+  const auto ask = [&](int vector) {  // a step of each key, shared out among the rows
+    constexpr int kShare = kW * DecodeTile<T, X, kRows>::kStep / kRows;
+    if constexpr (kAskToWeigh<kRows>) asking.template after<kShare>(vector);
+  };
   for (int r = 0; r < kRows; ++r) {
     s.keep[first + r] =
         absorb_row<X>(work.scores(r), count, s.ref[first + r], s.sum[first + r],
-                      s.weights + (first + r) * kDecodeKeys / 2, s.mass + first + r);
+                      s.weights + (first + r) * kDecodeKeys / 2, s.mass + first + r, ask);
   }
   for (int r = 0; p.variant.dropout() && r < tile.rows; ++r) {
     for (int key = 0; key < count; ++key) {
@@ -552,7 +564,8 @@ void weigh_head(const Problem& p, const Sequence& seq, const QueryTile& tile,
 // Memory is asked for in its own order. In (batch, seqlen, heads, head_dim) a key's heads are
 // neighbours: with few rows, heads take turns every kTurn keys, so that it is read in that order
 // too. With more, what heads keep would not fit into the first cache: one head follows another, and
-// while K is multiplied the tile's V is asked for, then the next tile's K.
+// while K is multiplied and scores become weights the tile's V is asked for, then the next tile's
+// K.
 template <class T, class X, int kRows, class TileOf>
 void decode_tile(const Problem& p, const Sequence& seq, const TileOf& tile_of,
                  LaneFacts<float>& lanes, const DecodeScratch& s, const KeyRows<T>& keys,
@@ -583,12 +596,16 @@ void decode_tile(const Problem& p, const Sequence& seq, const TileOf& tile_of,
       }
     }
   };
-  in_turns(keys.k, keys.v, keys.v_head, keys.v_step,
-           [](const Work& work, int key, int end) { work.score(key, end); });
-  for (std::int64_t n = first_head; n < end_head; ++n) {
+  const auto weigh = [&](const Work& work) {
+    weigh_head(p, seq, tile_of(work.head), lanes, work, j, count, row);
+  };
+  in_turns(keys.k, keys.v, keys.v_head, keys.v_step, [&](const Work& work, int key, int end) {
+    work.score(key, end);
+    if (kAskToWeigh<kRows>) weigh(work);
+  });
+  for (std::int64_t n = first_head; !kAskToWeigh<kRows> && n < end_head; ++n) {
     Asking<T> nothing{};
-    const Work work{keys, s, p.dim, p.dim_v, n, factor, nothing};
-    weigh_head(p, seq, tile_of(n), lanes, work, j, count, row);
+    weigh(Work{keys, s, p.dim, p.dim_v, n, factor, nothing});
   }
   in_turns(keys.v, keys.k + count * keys.k_step, keys.k_head, keys.k_step,
            [&](const Work& work, int key, int end) {
