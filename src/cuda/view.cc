@@ -98,7 +98,8 @@ void classify_mask(const Problem& p, const kernels::MaskTiles& tiles, int arch, 
   v.mask_classes.query_tile = g.extent[2] == 1 ? 0 : tiles.words;
   v.mask_classes.head = g.extent[1] == 1 ? 0 : per_head;
   v.mask_classes.batch = g.extent[0] == 1 ? 0 : per_head * g.extent[1];
-  v.mask_classes.one_key = g.extent[3] == 1;
+  v.mask_classes.last_query = static_cast<int>(tiles.query_tiles) - 1;
+  v.mask_classes.last_key = static_cast<int>((g.extent[3] - 1) / tiles.tile_k);
   // Without keys there are no blocks, and no tile to look up.
   run(kernels::MaskClassesSpec{arch}, p.device, tiles.blocks, to, args);
 }

@@ -164,11 +164,8 @@ struct PortableBackward : Worker {
     int head, tile;
   };
   __forceinline__ u32 class_of(Step step) const {
-    const MaskClassesView& m = p.mask_classes;
-    const int key = m.one_key ? 0 : fact(&Facts::key_tile);
-    const i64 where =
-        fact(&Facts::b) * m.batch + head_at(step.head).h * m.head + step.tile * m.query_tile;
-    return m.words[where + key / 16] >> 2 * (key % 16) & 3u;
+    const u32* row = p.mask_classes.row(fact(&Facts::b), head_at(step.head).h, step.tile);
+    return p.mask_classes.at(row, fact(&Facts::key_tile));
   }
   __forceinline__ bool present(Step step) const { return step.head < p.group; }
   // The step itself, or the first after it that has something to do. Turns must not be skipped.

@@ -83,6 +83,7 @@ struct PortableForward : Worker {
     int full_begin, full_end;  // key tiles that every row sees
     int hides;                 // some of these keys are hidden from some row
     int careful;               // what this pass does that the first one does not
+    const u32* classes;        // of the mask, for these rows
   };
   struct Shared : RowExchange<kSpec> {
     union {
@@ -211,6 +212,7 @@ struct PortableForward : Worker {
     if (row0 < row_end) range = kv_range(p.variant, at.n, row0, row_end);
     Facts f;
     f.tile = {at, row0, num_rows, q_row, k_row};
+    f.classes = p.mask_classes.row(at.b, at.h, row0 / kSpec.tile_q);
     f.tile_begin = static_cast<int>(range.begin / kTile);
     f.tile_end =
         range.end > range.begin ? static_cast<int>((range.end + kTile - 1) / kTile) : f.tile_begin;
@@ -227,10 +229,7 @@ struct PortableForward : Worker {
     __syncthreads();
   }
   __forceinline__ u32 class_of(int tile) const {
-    const MaskClassesView& m = p.mask_classes;
-    const int key_tile = m.one_key ? 0 : tile;
-    const i64 where = at.b * m.batch + at.h * m.head + first_row() / kSpec.tile_q * m.query_tile;
-    return m.words[where + key_tile / 16] >> 2 * (key_tile % 16) & 3u;
+    return p.mask_classes.at(shared.facts.classes, tile);
   }
   // The first tile from `tile` on that is not all hidden.
   __forceinline__ int next_tile(int tile) const {

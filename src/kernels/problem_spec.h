@@ -56,11 +56,21 @@ struct SequencesView {
 };
 
 // What a small kernel found in the mask, 2 bits per (query tile, key tile): 0 all hidden, 1 mixed,
-// 2 all visible. Sixteen key tiles share a word. Strides in words, 0 along broadcast axes.
+// 2 all visible. Sixteen key tiles share a word. Strides in words, 0 along broadcast axes. What
+// lies beyond the last tile is like it, as the mask itself is read: tile 0 where an axis is
+// broadcast, and inside the mask where a sequence is longer than it.
 struct MaskClassesView {
   const u32* words = nullptr;
   i64 batch = 0, head = 0, query_tile = 0;
-  bool one_key = false;  // the key axis is broadcast: tile 0 speaks for all
+  int last_query = 0, last_key = 0;
+
+  const u32* row(i64 b, int h, int query) const {
+    return words + b * batch + h * head + (query < last_query ? query : last_query) * query_tile;
+  }
+  u32 at(const u32* row, int key) const {
+    if (key > last_key) key = last_key;
+    return row[key / 16] >> 2 * (key % 16) & 3u;
+  }
 };
 
 // What forward and backward are both told.
