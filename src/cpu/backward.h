@@ -167,7 +167,7 @@ struct BackwardItem {
   // kOptions nothing is wanted but dX, and scores are only scaled: a third of the time, as nothing
   // is decided per vector.
   template <int N, bool kOptions>
-  void differentiate(std::int64_t key_begin, int num_keys, bool border, bool staged,
+  void differentiate(std::int64_t key_begin, const Reach<N>& reach, bool border, bool staged,
                      const QueryData<X>& x) {
     constexpr int kRow = N * kWidth<R>;
     using V = Vec<R>;
@@ -196,6 +196,7 @@ struct BackwardItem {
         at.slope = load(s.lanes.slope + column);
         position = load(s.lanes.position + column);
       }
+      const int num_keys = reach.keys[n];
       for (int key = 0; key < num_keys; ++key) {
         const int where = key * kRow + column;
         V score_2 = load(weights + where), slope = one, dp = load(dscores + where);
@@ -299,17 +300,19 @@ struct BackwardItem {
   }
 
   // The keys of a key tile that a query tile may see, and what hides some of them.
+  template <int N>
   struct Stage {
     KeyCut cut;
+    Reach<N> reach;
     bool border, add;
     bool poison;  // rows were left out of the packed keys or of the tile
   };
   // Leaves their products in s.weights.
   template <int N>
-  Stage stage(const QueryTile& tile, std::int64_t tile_begin, int tile_keys, std::int64_t panel,
-              const QueryData<X>& x) {
+  Stage<N> stage(const QueryTile& tile, std::int64_t tile_begin, int tile_keys, std::int64_t panel,
+                 const QueryData<X>& x) {
     constexpr int kRow = N * kWidth<R>;
-    constexpr Stage kNothing{{0, 0}, false, false, false};
+    const Stage<N> kNothing{{0, 0}, Reach<N>(0), false, false, false};
     const KeyCut cut = cut_keys(p, tile, tile_begin, tile_keys);
     if (cut.count == 0) return kNothing;
     const std::int64_t key_begin = tile_begin + cut.first;
@@ -329,32 +332,34 @@ struct BackwardItem {
     for (int lane = 0; *x.empty && lane < tile.rows; ++lane) {
       if (x.lse[lane] == kEmpty<R>) s.lanes.last_key[lane] = s.lanes.first_key[lane] = 0;
     }
+    const Reach<N> reach = band == TileClass::kPartial && !want_dz
+                               ? reach_of<N>(p, tile, key_begin, cut.count, s.lanes)
+                               : Reach<N>(cut.count);
     const std::int64_t panel_keys = round_up(call.tiles.keys, kPanel);
     Vec<R> unused[N] = {};
     const std::int64_t depth = operands<X>(p.dim);
     score_product<X, N, Layout::kPanels>(s.k_panels + (panel * panel_keys + cut.first) * depth, 0,
-                                         x.qt, p.dim, cut.count, score_factor<X>(p).of_scores,
+                                         x.qt, p.dim, reach, score_factor<X>(p).of_scores,
                                          s.weights, unused);
-    return {cut, border, p.variant.has_bias || options == TileClass::kPartial, poison};
+    return {cut, reach, border, p.variant.has_bias || options == TileClass::kPartial, poison};
   }
 
   // Adds a key tile to x.shift and x.sum, the state of every row.
   template <int N>
   void weigh(const QueryTile& tile, std::int64_t tile_begin, int tile_keys, std::int64_t panel,
              const QueryData<X>& x) {
-    const Stage seen = stage<N>(tile, tile_begin, tile_keys, panel, x);
+    const Stage<N> seen = stage<N>(tile, tile_begin, tile_keys, panel, x);
     if (seen.cut.count == 0) return;
     Vec<R> top[N];
     modify_scores<R, N, Units::kNatural>(p, s.lanes, s.weights, seen.add ? s.addend : nullptr,
-                                         seen.cut.count, seen.border, tile_begin + seen.cut.first,
-                                         top);
+                                         seen.reach, seen.border, tile_begin + seen.cut.first, top);
     const Vec<R> units = splat(static_cast<R>(shift_units()));
     for (int n = 0; n < N; ++n) {
       const int column = n * kWidth<R>;
       Softmax<Vec<R>> state{load(x.shift + column), load(x.sum + column)};
       raise(state, top[n], units, MaximumGauge{});
       const Vec<R> against = anchor(state.ref);
-      for (int key = 0; key < seen.cut.count; ++key) {
+      for (int key = 0; key < seen.reach.keys[n]; ++key) {
         state.sum += weight_from(load(s.weights + key * N * kWidth<R> + column), against, units);
       }
       store(x.shift + column, state.ref);
@@ -405,7 +410,7 @@ struct BackwardItem {
                 const QueryData<X>& x) {
     constexpr int kRow = N * kWidth<R>;
     const Tiles& t = call.tiles;
-    const auto [cut, border, add, poison] = stage<N>(tile, tile_begin, tile_keys, panel, x);
+    const auto [cut, reach, border, add, poison] = stage<N>(tile, tile_begin, tile_keys, panel, x);
     if (cut.count == 0) return {0, 0};
     const std::int64_t key_begin = tile_begin + cut.first;
     const int num_keys = cut.count;
@@ -413,7 +418,7 @@ struct BackwardItem {
     if (call.t.dout) {
       Vec<R> unused[N] = {};
       const X* v = s.v_panels + (panel * panel_keys + cut.first) * operands<X>(p.dim_v);
-      score_product<X, N, Layout::kPanels>(v, 0, x.dot, p.dim_v, num_keys, R(1), s.dscores, unused);
+      score_product<X, N, Layout::kPanels>(v, 0, x.dot, p.dim_v, reach, R(1), s.dscores, unused);
     } else {  // dP is 0, whatever v holds
       for (int y = 0; y < num_keys * kRow; ++y) s.dscores[y] = R(0);
     }
@@ -423,9 +428,9 @@ struct BackwardItem {
     const bool options = !p.variant.scale_only() || p.variant.dropout() || call.sink_sums ||
                          want_dz || *x.shifted || add;
     if (options) {
-      differentiate<N, true>(key_begin, num_keys, border, add, x);
+      differentiate<N, true>(key_begin, reach, border, add, x);
     } else {
-      differentiate<N, false>(key_begin, num_keys, border, add, x);
+      differentiate<N, false>(key_begin, reach, border, add, x);
     }
 
     for (std::int64_t y = num_keys * kRow; y < round_up(num_keys, kOuterRows) * kRow; ++y) {
@@ -433,12 +438,11 @@ struct BackwardItem {
     }
     if constexpr (kPairs) pair_up<N>(num_keys);
     if (dk) {
-      constexpr int kDepth = kRow / kTerms<X>;
       const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
       if (call.t.dout) {
-        outer_product(s.weights_by_lane, kDepth, x.dout, dim_v, num_keys, dv + key_begin * dim_v);
+        outer_product(s.weights_by_lane, x.dout, dim_v, reach, dv + key_begin * dim_v);
       }
-      outer_product(s.dscores_by_lane, kDepth, x.q, dim, num_keys, dk + key_begin * dim);
+      outer_product(s.dscores_by_lane, x.q, dim, reach, dk + key_begin * dim);
     }
     if (want_dq) {
       Vec<R> keep[N];
@@ -446,7 +450,7 @@ struct BackwardItem {
       const std::int64_t value_depth = operands<X>(t.keys);
       const X* kt = s.kt_panels + panel * value_depth * round_up(p.dim, kPanel) +
                     cut.first / kTerms<X> * kPanel;
-      value_product<X, N, Layout::kPanels>(kt, value_depth, s.dscores_by_key, p.dim, num_keys, keep,
+      value_product<X, N, Layout::kPanels>(kt, value_depth, s.dscores_by_key, p.dim, reach, keep,
                                            x.dqt);
     }
     if (poison) {

@@ -140,16 +140,18 @@ struct ForwardItem {
     const bool border = band == TileClass::kPartial;
     if (border || poison.count > 0) set_intervals(p, tile, key_begin, num_keys, s.lanes);
 
+    const Reach<N> reach =
+        border ? reach_of<N>(p, tile, key_begin, num_keys, s.lanes) : Reach<N>(num_keys);
     Vec<R> top[N], keep[N];
     for (int n = 0; n < N; ++n) top[n] = splat<R>(kEmpty<R>);
     score_product<X, N, kLayout>(k_tile(panel) + cut.first * key_step(), key_step(), qt, p.dim,
-                                 num_keys, s.factor.of_scores, s.scores, top);
+                                 reach, s.factor.of_scores, s.scores, top);
     const bool add = p.variant.has_bias || options == TileClass::kPartial;
     if (border || add || !p.variant.scale_only()) {
-      modify_scores<R, N>(p, s.lanes, s.scores, add ? s.addend : nullptr, num_keys, border,
-                          key_begin, top);
+      modify_scores<R, N>(p, s.lanes, s.scores, add ? s.addend : nullptr, reach, border, key_begin,
+                          top);
     }
-    absorb_scores<X, N>(s.scores, num_keys, top, ref, sum, mass, s.weights, keep);
+    absorb_scores<X, N>(s.scores, reach, top, ref, sum, mass, s.weights, keep);
     if (p.variant.dropout()) {
       draw_dropout(p, tile, key_begin, num_keys, s.lanes, s.dropout);
       drop_weights<X>(s.dropout, num_keys, N * kWidth<R>, s.scores, s.weights);
@@ -157,7 +159,7 @@ struct ForwardItem {
     const bool rows = kLayout == Layout::kRows;
     const std::int64_t first = cut.first / kTerms<X> * (rows ? value_step() : kPanel);
     value_product<X, N, kLayout>(v_tile(panel) + first, rows ? value_step() : value_depth(),
-                                 s.weights, p.dim_v, num_keys, keep, out);
+                                 s.weights, p.dim_v, reach, keep, out);
     if (poison.count > 0) {
       add_poisoned(tile, tile_begin, cut, poison, add ? s.addend : nullptr, out);
     }
@@ -240,44 +242,53 @@ struct ForwardItem {
     return any_again;
   }
 
-  // Rows [row_begin, row_end) against keys [key_begin, key_end); the states are left in s.
+  // A tile at its start, in slot `idx`.
+  void begin(const QueryTile& q, std::int64_t idx, bool with_sink) {
+    const int width = q.vectors * kWidth<R>;
+    load_queries(q, width, s.factor.of_queries, with_sink, s.ref + idx * kLanes<R>,
+                 s.sum + idx * kLanes<R>);
+    for (std::int64_t lane = idx * kLanes<R>; kPairs && lane < idx * kLanes<R> + width; ++lane) {
+      s.mass[lane] = s.sum[lane];
+    }
+    lay_across(s.rows, width, p.dim, 1.0, s.row, s.operand_rows, s.qt + idx * s.qt_size);
+    R* out = s.out + idx * s.out_size;
+    for (std::int64_t x = 0; x < round_up(p.dim_v, kPanel) * width; ++x) out[x] = R(0);
+  }
+
+  // Rows [row_begin, row_end) against keys [key_begin, key_limit). A tile is loaded with the first
+  // stretch and handed to `leave` after its last keys, while its state is in cache; where there is
+  // one stretch, all tiles take turns in one slot.
+  template <class Leave>
   void run(std::int64_t row_begin, std::int64_t row_end, std::int64_t key_begin,
-           std::int64_t key_limit, bool with_sink) {
+           std::int64_t key_limit, bool with_sink, Leave&& leave) {
     const Tiles& t = call.tiles;
     const std::int64_t num_tiles = (row_end - row_begin + kLanes<R> - 1) / kLanes<R>;
-    for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
-      const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
-      const int width = q.vectors * kWidth<R>;
-      load_queries(q, width, s.factor.of_queries, with_sink, s.ref + idx * kLanes<R>,
-                   s.sum + idx * kLanes<R>);
-      for (std::int64_t lane = idx * kLanes<R>; kPairs && lane < idx * kLanes<R> + width; ++lane) {
-        s.mass[lane] = s.sum[lane];
-      }
-      lay_across(s.rows, width, p.dim, 1.0, s.row, s.operand_rows, s.qt + idx * s.qt_size);
-      R* out = s.out + idx * s.out_size;
-      for (std::int64_t x = 0; x < round_up(p.dim_v, kPanel) * width; ++x) out[x] = R(0);
-    }
     const TileRange all =
         kv_range(p.variant, seq.used, row_begin / heads.group, (row_end - 1) / heads.group + 1);
     const std::int64_t first = (all.begin > key_begin ? all.begin : key_begin) / t.keys * t.keys;
     // Whole tiles, so that a tile holds the same keys whoever attends to it.
     std::int64_t end = round_up(all.end < key_limit ? all.end : key_limit, t.keys);
     end = end < seq.used.k ? end : seq.used.k;
-    for (std::int64_t super = first; super < end; super += t.super_keys) {
+    std::int64_t super = first;
+    do {
       const std::int64_t key_end = super + t.super_keys < end ? super + t.super_keys : end;
       pack(super, key_end);
-      for (std::int64_t idx = 0; idx < num_tiles; ++idx) {
-        const QueryTile q = tile(row_begin + idx * kLanes<R>, row_end);
-        set_lanes(p, q, s.lanes);
-        for (std::int64_t j = super; j < key_end; j += t.keys) {
+      for (std::int64_t n = 0; n < num_tiles; ++n) {
+        const QueryTile q = tile(row_begin + n * kLanes<R>, row_end);
+        const std::int64_t idx = end - first <= t.super_keys ? 0 : n;
+        const TileRange seen = kv_range(p.variant, seq.used, q.query_begin, q.query_end);
+        if (super > first && seen.end <= super) continue;  // it has left
+        super == first ? begin(q, idx, with_sink) : set_lanes(p, q, s.lanes);
+        for (std::int64_t j = super; j < key_end && j < seen.end; j += t.keys) {
           const int count = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
           attend_any(q, j, count, (j - super) / t.keys, idx);
         }
+        if (seen.end > key_end && key_end < end) continue;
+        if constexpr (kPairs) settle(q, idx);
+        leave(q, idx);
       }
-    }
-    for (std::int64_t idx = 0; kPairs && idx < num_tiles; ++idx) {
-      settle(tile(row_begin + idx * kLanes<R>, row_end), idx);
-    }
+      super += t.super_keys;
+    } while (super < end);
   }
 
   // Makes out, a sum with rounded weights, the one that belongs to `sum`.
@@ -294,15 +305,15 @@ struct ForwardItem {
     }
   }
 
-  bool finish_all(std::int64_t row_begin, std::int64_t row_end) {
+  // All of the item's rows, stored; tells whether some must be done again in double.
+  bool run_and_finish(const Item& item, bool with_sink) {
     bool any_again = false;
-    for (std::int64_t r = row_begin; r < row_end; r += kLanes<R>) {
-      const QueryTile q = tile(r, row_end);
-      const std::int64_t idx = (r - row_begin) / kLanes<R>;
-      transpose(s.out + idx * s.out_size, q.vectors * kWidth<R>, p.dim_v, q.rows, s.rows,
-                padded_dim<R>(p.dim_v));
-      any_again |= finish(q, row_begin, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
-    }
+    run(item.row_begin, item.row_end, item.key_begin, item.key_end, with_sink,
+        [&](const QueryTile& q, std::int64_t idx) {
+          transpose(s.out + idx * s.out_size, q.vectors * kWidth<R>, p.dim_v, q.rows, s.rows,
+                    padded_dim<R>(p.dim_v));
+          any_again |= finish(q, item.row_begin, s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
+        });
     return any_again;
   }
 };
@@ -342,8 +353,7 @@ static void redo_rows(const ForwardCall& call, const Item& item, const bool* aga
     if (std::none_of(only, only + (end - r), [](bool marked) { return marked; })) continue;
     ForwardItem<double> work{call, p,    scratch, head_group(p, item.b, item.kv_head),
                              seq,  only, true};
-    work.run(r, end, 0, kUnbounded, true);
-    work.finish_all(r, end);
+    work.run_and_finish({item.b, item.kv_head, r, end}, true);
   }
 }
 
@@ -440,17 +450,18 @@ inline void decode_heads_any(const ForwardCall& call, const Item& item, bool wit
   decode_heads<T, X, 8>(call, item, with_sink, s, to);
 }
 
-// Leaves the states of rows [0, rows) for merge_split_item.
+// Leaves the states of `rows` rows from `first` on for merge_split_item.
 template <class R>
-inline void keep_partial(const ForwardCall& call, std::int64_t slot, std::int64_t rows,
-                         const R* out, const R* ref, const R* sum) {
+inline void keep_partial(const ForwardCall& call, std::int64_t slot, std::int64_t first,
+                         std::int64_t rows, const R* out, const R* ref, const R* sum) {
   const Problem& p = *call.problem;
   const std::size_t at = static_cast<std::size_t>(slot) * Partial<R>::bytes(p);
   const Partial<R> partial(call.partials + at, p);
-  for (std::int64_t x = 0; x < rows * padded_dim<R>(p.dim_v); ++x) partial.out[x] = out[x];
+  const std::int64_t step = padded_dim<R>(p.dim_v);
+  for (std::int64_t x = 0; x < rows * step; ++x) partial.out[first * step + x] = out[x];
   for (std::int64_t r = 0; r < rows; ++r) {
-    partial.ref[r] = ref[r];
-    partial.sum[r] = sum[r];
+    partial.ref[first + r] = ref[r];
+    partial.sum[first + r] = sum[r];
   }
 }
 
@@ -477,7 +488,7 @@ static void decode_item(const ForwardCall& call, const Item& item, bool with_sin
     const float* out = to.out + n * kDecodeRows * step;
     const float *ref = to.ref + n * kDecodeRows, *sum = to.sum + n * kDecodeRows;
     if (item.partial >= 0) {
-      keep_partial(call, item.partial + n * item.partial_step, rows, out, ref, sum);
+      keep_partial(call, item.partial + n * item.partial_step, 0, rows, out, ref, sum);
       continue;
     }
     const HeadGroup heads = head_group(p, item.b, item.kv_head + n);
@@ -509,22 +520,20 @@ void forward_item(const ForwardCall& call, std::int64_t index, int worker) {
   for (std::int64_t n = 0; n < item.kv_heads; ++n) {
     const HeadGroup heads = head_group(p, item.b, item.kv_head + n);
     ForwardItem<X> work{call, p, s, heads, seq, nullptr, tiles == 1};
-    work.run(item.row_begin, item.row_end, item.key_begin, item.key_end, with_sink);
     if (item.partial < 0) {
-      const bool any_again = work.finish_all(item.row_begin, item.row_end);
+      const bool any_again = work.run_and_finish(item, with_sink);
       if constexpr (sizeof(R) == 4) {
         if (any_again) redo_rows(call, item, s.again, arena);
       }
       continue;
     }
-    const std::int64_t step = padded_dim<R>(p.dim_v);
-    R* out = s.rows;
-    for (std::int64_t r = 0; r < rows; r += kLanes<R>) {
-      const QueryTile tile = work.tile(r, rows);
-      transpose(s.out + r / kLanes<R> * s.out_size, tile.vectors * kWidth<R>, p.dim_v, tile.rows,
-                out + r * step, step);
-    }
-    keep_partial(call, item.partial + n * item.partial_step, rows, out, s.ref, s.sum);
+    work.run(0, rows, item.key_begin, item.key_end, with_sink,
+             [&](const QueryTile& q, std::int64_t idx) {
+               transpose(s.out + idx * s.out_size, q.vectors * kWidth<R>, p.dim_v, q.rows, s.rows,
+                         padded_dim<R>(p.dim_v));
+               keep_partial(call, item.partial + n * item.partial_step, q.row_begin, q.rows, s.rows,
+                            s.ref + idx * kLanes<R>, s.sum + idx * kLanes<R>);
+             });
   }
 }
 

@@ -73,7 +73,8 @@ inline ScoreFactor<X> score_factor(const Problem& p) {
 enum class Units { kBase2, kNatural };
 template <class R, int N, Units kUnits = Units::kBase2>
 inline void modify_scores(const Problem& p, const LaneFacts<R>& lanes, R* scores, const R* addend,
-                          int num_keys, bool border, std::int64_t key_begin, Vec<R> (&top)[N]) {
+                          const Reach<N>& reach, bool border, std::int64_t key_begin,
+                          Vec<R> (&top)[N]) {
   constexpr int kRow = N * kWidth<R>;
   const bool natural = !p.variant.scale_only();
   for (int n = 0; n < N; ++n) {
@@ -82,7 +83,7 @@ inline void modify_scores(const Problem& p, const LaneFacts<R>& lanes, R* scores
     At<Vec<R>> at{};
     if (p.variant.has_slopes) at.slope = load(lanes.slope + n * kWidth<R>);
     top[n] = splat<R>(kEmpty<R>);
-    for (int key = 0; key < num_keys; ++key) {
+    for (int key = 0; key < reach.keys[n]; ++key) {
       const int where = key * kRow + n * kWidth<R>;
       Vec<R> x = load(scores + where);
       if (addend) at.bias = load(addend + where);
@@ -109,7 +110,7 @@ inline void modify_scores(const Problem& p, const LaneFacts<R>& lanes, R* scores
 // operands of a product they go to `weights`, in place where those are numbers. Pairs round them:
 // `mass` is the sum of the rounded ones, null otherwise.
 template <class X, int N>
-inline void absorb_scores(SumOf<X>* scores, int num_keys, const Vec<SumOf<X>> (&top)[N],
+inline void absorb_scores(SumOf<X>* scores, const Reach<N>& reach, const Vec<SumOf<X>> (&top)[N],
                           SumOf<X>* ref, SumOf<X>* sum, SumOf<X>* mass, X* weights,
                           Vec<SumOf<X>> (&keep)[N]) {
   using R = SumOf<X>;
@@ -130,6 +131,7 @@ inline void absorb_scores(SumOf<X>* scores, int num_keys, const Vec<SumOf<X>> (&
         rounded = multiply_add(both, splat(kOnes), rounded);
       }
     };
+    const int num_keys = reach.keys[n];
     int key = 0;
     for (; key + 2 <= num_keys; key += 2) {
       R* at = scores + key * kRow + column;

@@ -56,32 +56,75 @@ class BasicArena {
 };
 using Arena = BasicArena<Vec<float>>;  // a type of this instruction set
 
-// acc[m][n] = sum_k a[m * a_row + k * a_step] * b[k * b_step + n * kWidth], handed to `finish`.
-template <class X, int M, int N, class Finish>
-inline void product(const X* a, std::int64_t a_row, std::int64_t a_step, const X* b,
-                    std::int64_t b_step, std::int64_t depth, Finish&& finish) {
-  using R = SumOf<X>;
-  Vec<R> acc[M][N];
-#pragma GCC unroll 16
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 16
-    for (int n = 0; n < N; ++n) acc[m][n] = Vec<R>{};
-  }
-  for (std::int64_t k = 0; k < depth; ++k) {
+// acc[m][n] += sum_k a[m * a_row + k * a_step] * b[k * b_step + n * kWidth] for n from kFirst on
+// and steps [begin, end).
+template <class X, int kFirst, int M, int N>
+[[gnu::always_inline]] inline void accumulate(const X* a, std::int64_t a_row, std::int64_t a_step,
+                                              const X* b, std::int64_t b_step, std::int64_t begin,
+                                              std::int64_t end, Vec<SumOf<X>> (&acc)[M][N]) {
+  a += begin * a_step;
+  b += begin * b_step;
+  for (std::int64_t k = begin; k < end; ++k) {
     Vec<X> row[N];
 #pragma GCC unroll 16
-    for (int n = 0; n < N; ++n) {
-      row[n] = pinned(load(b + n * kWidth<R>));
+    for (int n = kFirst; n < N; ++n) {
+      row[n] = pinned(load(b + n * kWidth<SumOf<X>>));
     }
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const Vec<X> x = splat(a[m * a_row]);
 #pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) acc[m][n] = multiply_add(x, row[n], acc[m][n]);
+      for (int n = kFirst; n < N; ++n) acc[m][n] = multiply_add(x, row[n], acc[m][n]);
     }
     a += a_step;
     b += b_step;
   }
+}
+
+// The sums over `depth` steps, from 0, handed to `finish`.
+template <class X, int M, int N, class Finish>
+[[gnu::always_inline]] inline void product(const X* a, std::int64_t a_row, std::int64_t a_step,
+                                           const X* b, std::int64_t b_step, std::int64_t depth,
+                                           Finish&& finish) {
+  Vec<SumOf<X>> acc[M][N];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) acc[m][n] = Vec<SumOf<X>>{};
+  }
+  accumulate<X, 0>(a, a_row, a_step, b, b_step, 0, depth, acc);
+  finish(acc);
+}
+
+// How many keys of a tile the rows of each vector may see, no fewer than those of the vector
+// before: at a causal border early rows end early. Beyond, weights are 0 and are not computed.
+template <int N>
+struct Reach {
+  int keys[N];
+  explicit Reach(int all) {
+    for (int& count : keys) count = all;
+  }
+  int most() const { return keys[N - 1]; }
+  bool level() const { return keys[0] == keys[N - 1]; }
+};
+
+// A product whose depth is, per vector, what it reaches.
+template <class X, int M, int N, class Finish>
+[[gnu::always_inline]] inline void stepped_product(const X* a, std::int64_t a_row,
+                                                   std::int64_t a_step, const X* b,
+                                                   std::int64_t b_step, const Reach<N>& reach,
+                                                   Finish&& finish) {
+  std::int64_t end[N];
+  for (int n = 0; n < N; ++n) end[n] = operands<X>(reach.keys[n]);
+  Vec<SumOf<X>> acc[M][N];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) acc[m][n] = Vec<SumOf<X>>{};
+  }
+  accumulate<X, 0>(a, a_row, a_step, b, b_step, 0, end[0], acc);
+  if constexpr (N > 1) accumulate<X, 1>(a, a_row, a_step, b, b_step, end[0], end[1], acc);
+  if constexpr (N > 2) accumulate<X, 2>(a, a_row, a_step, b, b_step, end[1], end[2], acc);
   finish(acc);
 }
 
@@ -104,71 +147,122 @@ static inline void touch_rows(const Rows& rows, std::int64_t b, std::int64_t fir
 // will read them. The arithmetic is the same.
 enum class Layout { kPanels, kRows };
 
-// scores[key][lane] = factor * sum_d K[key][d] * Qt[d][lane] for num_keys keys; `row_step` is the
-// distance of rows in Layout::kRows. Raises top[lane] to their maximum while they are still in
-// registers. Where operands are numbers the factor is in Qt.
-template <class X, int N, Layout kLayout>
-inline void score_product(const X* keys, std::int64_t row_step, const X* qt, std::int64_t dim,
-                          int num_keys, SumOf<X> factor, SumOf<X>* scores,
-                          Vec<SumOf<X>> (&top)[N]) {
+// scores[key][lane] = factor * sum_d K[key][d] * Qt[d][lane] for the panels of keys that start in
+// [begin, end) of num_keys keys and the vectors from kFirst on; `row_step` is the distance of rows
+// in Layout::kRows. Raises top[lane] to their maximum while they are still in registers. Where
+// operands are numbers the factor is in Qt.
+template <class X, int N, Layout kLayout, int kFirst>
+[[gnu::always_inline]] inline void score_panels(const X* keys, std::int64_t row_step, const X* qt,
+                                                std::int64_t dim, int begin, int end, int num_keys,
+                                                SumOf<X> factor, SumOf<X>* scores,
+                                                Vec<SumOf<X>> (&top)[N]) {
   using R = SumOf<X>;
-  constexpr int kRow = N * kWidth<R>;
+  constexpr int kRow = N * kWidth<R>, kSkip = kFirst * kWidth<R>;
   constexpr bool kRows = kLayout == Layout::kRows;
   const std::int64_t depth = operands<X>(dim);
   const Vec<R> scale = splat<R>(factor);
-  for (int first = 0; first < num_keys; first += kPanel) {
+  for (int first = begin; first < end; first += kPanel) {
     const int valid = num_keys - first < kPanel ? num_keys - first : kPanel;
-    R* to = scores + first * kRow;
+    R* to = scores + first * kRow + kSkip;
     const X* from = keys + first * (kRows ? row_step : depth);
-    product<X, kPanel, N>(from, kRows ? row_step : 1, kRows ? 1 : kPanel, qt, kRow, depth,
-                          [&](auto& acc) {
+    product<X, kPanel, N - kFirst>(from, kRows ? row_step : 1, kRows ? 1 : kPanel, qt + kSkip, kRow,
+                                   depth, [&](auto& acc) {
 #pragma GCC unroll 16
-                            for (int m = 0; m < kPanel; ++m) {
-                              if (m >= valid) break;
+                                     for (int m = 0; m < kPanel; ++m) {
+                                       if (m >= valid) break;
 #pragma GCC unroll 16
-                              for (int n = 0; n < N; ++n) {
-                                Vec<R> x = acc[m][n];
-                                if constexpr (kTerms<X> == 2) x *= scale;
-                                store(to + m * kRow + n * kWidth<R>, x);
-                                top[n] = max(top[n], x);
-                              }
-                            }
-                          });
+                                       for (int n = 0; n < N - kFirst; ++n) {
+                                         Vec<R> x = acc[m][n];
+                                         if constexpr (kTerms<X> == 2) x *= scale;
+                                         store(to + m * kRow + n * kWidth<R>, x);
+                                         top[kFirst + n] = max(top[kFirst + n], x);
+                                       }
+                                     }
+                                   });
+  }
+}
+// The same of what each vector reaches; a function of its own, so that whole tiles keep theirs.
+template <class X, int N, Layout kLayout>
+[[gnu::noinline]] void stepped_scores(const X* keys, std::int64_t row_step, const X* qt,
+                                      std::int64_t dim, const Reach<N>& reach, SumOf<X> factor,
+                                      SumOf<X>* scores, Vec<SumOf<X>> (&top)[N]) {
+  const int most = reach.most();
+  const auto begin = [&](int n) { return static_cast<int>(round_up(reach.keys[n - 1], kPanel)); };
+  score_panels<X, N, kLayout, 0>(keys, row_step, qt, dim, 0, reach.keys[0], most, factor, scores,
+                                 top);
+  if constexpr (N > 1) {
+    score_panels<X, N, kLayout, 1>(keys, row_step, qt, dim, begin(1), reach.keys[1], most, factor,
+                                   scores, top);
+  }
+  if constexpr (N > 2) {
+    score_panels<X, N, kLayout, 2>(keys, row_step, qt, dim, begin(2), reach.keys[2], most, factor,
+                                   scores, top);
+  }
+}
+template <class X, int N, Layout kLayout>
+[[gnu::always_inline]] inline void score_product(const X* keys, std::int64_t row_step, const X* qt,
+                                                 std::int64_t dim, const Reach<N>& reach,
+                                                 SumOf<X> factor, SumOf<X>* scores,
+                                                 Vec<SumOf<X>> (&top)[N]) {
+  if (N == 1 || reach.level()) {
+    const int most = reach.most();
+    Vec<SumOf<X>> raised[N];  // in registers, which `top`, known to others, is not
+    for (int n = 0; n < N; ++n) raised[n] = top[n];
+    score_panels<X, N, kLayout, 0>(keys, row_step, qt, dim, 0, most, most, factor, scores, raised);
+    for (int n = 0; n < N; ++n) top[n] = raised[n];
+  } else {
+    stepped_scores<X, N, kLayout>(keys, row_step, qt, dim, reach, factor, scores, top);
   }
 }
 
 // sum[d][lane] = sum[d][lane] * keep[lane] + sum_key V[key][d] * weights[key][lane]. The tile's own
 // sum starts at zero and is added once: blocked summation at no cost. Rows of `sum` are padded to
 // kPanel. `step` is the number of keys of a value panel, in operands, or the distance of rows.
-template <class X, int N, Layout kLayout>
+template <class X, int N, Layout kLayout, bool kLevel>
 inline void value_product(const X* values, std::int64_t step, const X* weights, std::int64_t dim,
-                          int num_keys, const Vec<SumOf<X>>* keep, SumOf<X>* sum) {
+                          const Reach<N>& reach, const Vec<SumOf<X>>* keep, SumOf<X>* sum) {
   using R = SumOf<X>;
   constexpr int kRow = N * kWidth<R>;
   constexpr bool kRows = kLayout == Layout::kRows;
+  const std::int64_t depth = operands<X>(reach.most()), key_step = kRows ? step : kPanel;
   for (std::int64_t first = 0; first < dim; first += kPanel) {
     R* to = sum + first * kRow;
-    product<X, kPanel, N>(values + first * (kRows ? 1 : step), 1, kRows ? step : kPanel, weights,
-                          kRow, operands<X>(num_keys), [&](auto& acc) {
+    const X* from = values + first * (kRows ? 1 : step);
+    const auto add = [&](auto& acc) {
 #pragma GCC unroll 16
-                            for (int m = 0; m < kPanel; ++m) {
+      for (int m = 0; m < kPanel; ++m) {
 #pragma GCC unroll 16
-                              for (int n = 0; n < N; ++n) {
-                                R* at = to + m * kRow + n * kWidth<R>;
-                                store(at, fma(load(at), keep[n], acc[m][n]));
-                              }
-                            }
-                          });
+        for (int n = 0; n < N; ++n) {
+          R* at = to + m * kRow + n * kWidth<R>;
+          store(at, fma(load(at), keep[n], acc[m][n]));
+        }
+      }
+    };
+    if constexpr (kLevel) {
+      product<X, kPanel, N>(from, 1, key_step, weights, kRow, depth, add);
+    } else {
+      stepped_product<X, kPanel, N>(from, 1, key_step, weights, kRow, reach, add);
+    }
+  }
+}
+template <class X, int N, Layout kLayout>
+inline void value_product(const X* values, std::int64_t step, const X* weights, std::int64_t dim,
+                          const Reach<N>& reach, const Vec<SumOf<X>>* keep, SumOf<X>* sum) {
+  if (N == 1 || reach.level()) {
+    value_product<X, N, kLayout, true>(values, step, weights, dim, reach, keep, sum);
+  } else {
+    value_product<X, N, kLayout, false>(values, step, weights, dim, reach, keep, sum);
   }
 }
 
 // sum[key][d] += sum_lane weights[key][lane] * rows[lane][d], lanes in operands, d padded to
-// vectors, keys to kOuterRows (rows of `weights` and `sum` beyond num_keys exist).
+// vectors, keys to kOuterRows (rows of `weights` and `sum` beyond the last exist).
 template <class X, int M, int N>
-inline void outer_block(const X* weights, int lanes, const X* rows, std::int64_t row_step,
-                        SumOf<X>* sum) {
+[[gnu::always_inline]] inline void outer_block(const X* weights, int weight_step, int lanes,
+                                               const X* rows, std::int64_t row_step,
+                                               SumOf<X>* sum) {
   using R = SumOf<X>;
-  product<X, M, N>(weights, lanes, 1, rows, row_step, lanes, [&](auto& acc) {
+  product<X, M, N>(weights, weight_step, 1, rows, row_step, lanes, [&](auto& acc) {
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 16
@@ -180,20 +274,31 @@ inline void outer_block(const X* weights, int lanes, const X* rows, std::int64_t
   });
 }
 template <class X>
-inline void outer_product(const X* weights, int lanes, const X* rows, std::int64_t row_step,
-                          int num_keys, SumOf<X>* sum) {
+inline void outer_product(const X* weights, int weight_step, int lanes, const X* rows,
+                          std::int64_t row_step, int begin, int end, SumOf<X>* sum) {
   using R = SumOf<X>;
   constexpr int kStep = kOuterVectors * kWidth<R>;
-  for (int key = 0; key < num_keys; key += kOuterRows) {
-    const X* w = weights + key * lanes;
+  for (int key = begin; key < end; key += kOuterRows) {
+    const X* w = weights + key * weight_step;
     R* to = sum + key * row_step;
     std::int64_t d = 0;
     for (; d + kStep <= row_step; d += kStep) {
-      outer_block<X, kOuterRows, kOuterVectors>(w, lanes, rows + d, row_step, to + d);
+      outer_block<X, kOuterRows, kOuterVectors>(w, weight_step, lanes, rows + d, row_step, to + d);
     }
     for (; d < row_step; d += kWidth<R>) {
-      outer_block<X, kOuterRows, 1>(w, lanes, rows + d, row_step, to + d);
+      outer_block<X, kOuterRows, 1>(w, weight_step, lanes, rows + d, row_step, to + d);
     }
+  }
+}
+// Each key's rows are those of the vectors that reach it.
+template <class X, int N>
+inline void outer_product(const X* weights, const X* rows, std::int64_t row_step,
+                          const Reach<N>& reach, SumOf<X>* sum) {
+  constexpr int kVector = kWidth<SumOf<X>> / kTerms<X>;
+  for (int n = 0, begin = 0; n < N; begin = reach.keys[n++]) {
+    const int skip = n * kVector;
+    outer_product(weights + skip, N * kVector, N * kVector - skip, rows + skip * row_step, row_step,
+                  begin, reach.keys[n], sum);
   }
 }
 
@@ -304,6 +409,21 @@ inline void set_intervals(const Problem& p, const QueryTile& tile, std::int64_t 
     lanes.first_key[lane] = static_cast<Int<R>>(clamp(keys.begin - key_begin, 0, num_keys));
     lanes.last_key[lane] = static_cast<Int<R>>(clamp(keys.end - key_begin, 0, num_keys));
   }
+}
+
+// What each vector reaches of the same keys, in whole steps of every product: ends of rows ascend.
+template <int N, class R>
+inline Reach<N> reach_of(const Problem& p, const QueryTile& tile, std::int64_t key_begin,
+                         int num_keys, const LaneFacts<R>& lanes) {
+  const Lengths used = p.sequences[static_cast<std::size_t>(tile.heads.b)].used;
+  Reach<N> reach(num_keys);
+  for (int n = 0; n < N - 1; ++n) {
+    const std::int64_t query = lanes.query[(n + 1) * kWidth<R> - 1];
+    const std::int64_t end = key_interval(p.variant, used, query).end - key_begin;
+    const std::int64_t count = round_up(clamp(end, 0, num_keys), kOuterRows);
+    reach.keys[n] = static_cast<int>(count < num_keys ? count : num_keys);
+  }
+  return reach;
 }
 
 // Loads the bias and mask of one (query tile, key tile) as addend[key][lane]; minus infinity hides.
