@@ -43,7 +43,8 @@ struct Scores {
       modifier.cap = {static_cast<float>(p.variant.softcap)};
     }
     if constexpr (kFeatures.slopes) {
-      slope = {p.slopes.data[head.b * p.slopes.batch + head.h * p.slopes.head]};
+      // Packed rows beyond the last offset belong to no sequence.
+      if (head.n.q > 0) slope = {p.slopes.data[head.b * p.slopes.batch + head.h * p.slopes.head]};
     }
   }
 
