@@ -15,7 +15,8 @@ using kernels::ForwardSpec;
 using kernels::MaskTiles;
 using kernels::ScoreGradientsSpec;
 
-constexpr std::int64_t kMostRows = std::int64_t{1} << 31;  // kernels count rows in 32 bits
+// Kernels count rows in 32 bits, up to the end of a tile.
+constexpr std::int64_t kMostRows = (std::int64_t{1} << 31) - 1024;
 constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 31) - 1;
 constexpr std::size_t kReservedPerBlock = 1024;  // of shared memory, taken by the driver
 
@@ -227,6 +228,7 @@ MaskTiles mask_tiles(const Problem& p, int tile_q, int tile_k) {
   m.query_tiles = extent[2] == 1 ? 1 : ceil_div(extent[2], tile_q);
   m.words = extent[3] == 1 ? 1 : ceil_div(ceil_div(extent[3], tile_k), 16);
   m.blocks = extent[0] * extent[1] * m.query_tiles * m.words;
+  check_blocks(m.blocks);
   return m;
 }
 
@@ -294,7 +296,8 @@ void check_supported(const Problem& p, const CudaFacts& facts) {
     unsupported("head_dim is ", std::max(p.dim, p.dim_v), " on CUDA: at most 256 works there");
   }
   if (p.rows_q >= kMostRows || p.rows_k >= kMostRows) {
-    unsupported("seqlen is ", std::max(p.rows_q, p.rows_k), " on CUDA: fewer than 2^31 rows work");
+    unsupported("seqlen is ", std::max(p.rows_q, p.rows_k),
+                " on CUDA: fewer than 2^31 - 1024 rows work");
   }
 }
 

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <set>
+#include <string>
 #include <utility>
 
 #include "onefold/error.h"
@@ -46,6 +47,32 @@ TEST(CudaPlan, every_head_dim_and_format_has_tiles_that_fit_every_device) {
       }
     }
   }
+}
+
+std::string refusal_of(const CudaQuestion& ask) {
+  const Problem p = ask.problem();
+  try {
+    plan_cuda_forward(p, ask.forward(p), kCudaKinds[3].facts);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
+    return error.what();
+  }
+  return "";
+}
+
+// Kernels add a tile to a row in 32 bits, and a launch has at most 2^31 - 1 blocks.
+TEST(CudaPlan, what_32_bits_do_not_count_is_refused) {
+  CudaQuestion ask;
+  ask.batch = ask.heads = ask.kv_heads = 1;
+  ask.sk = 2'147'482'623;
+  EXPECT_EQ(refusal_of(ask), "");
+  ask.sk += 1;
+  EXPECT_EQ(refusal_of(ask), "seqlen is 2147482624 on CUDA: fewer than 2^31 - 1024 rows work");
+  ask.sk = 1;
+  ask.sq = ask.dim = ask.dim_v = 1;
+  ask.batch = 1 << 29;
+  ask.heads = ask.kv_heads = 5;
+  EXPECT_EQ(refusal_of(ask).substr(0, 53), "batch * heads * seqlen needs 2684354560 blocks: fewer");
 }
 
 TEST(CudaPlan, backward_covers_all_rows_and_keys) {
