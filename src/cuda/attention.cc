@@ -27,6 +27,7 @@ void run_forward(const Problem& p, const ForwardPlan& plan, const ForwardTensors
   args.score_lag = kernels::kLagLog2 / args.problem.score_factor_log2;
   args.keep_scale = keep_scale_of(p);
   args.keep_threshold = keep_threshold_of(p);
+  args.heads_in_step = plan.heads_in_step;
   args.longest_first = plan.longest_first;
   classify_mask(p, plan.mask, plan.spec.arch, args.problem, to, static_cast<u32*>(workspace));
   run(plan.spec, p.device, plan.blocks, to, args);
@@ -76,6 +77,7 @@ struct Backward {
     args.dq = at<float>(plan.dq_at);
     args.turns = at<u32>(plan.turns_at);
     args.ticket = at<u32>(plan.ticket_at);
+    args.heads_in_step = plan.heads_in_step;
     args.key_tiles = static_cast<int>(plan.key_tiles);
     args.scale = scale();
     args.keep_scale = keep_scale_of(p);

@@ -168,6 +168,7 @@ struct BackwardArguments {
   float* dq = nullptr;
   u32* turns = nullptr;   // how many blocks have added to a tile of dQ
   u32* ticket = nullptr;  // blocks in the order in which they began
+  int heads_in_step = 1;  // see head_tile_at
   int key_tiles = 0;      // per key head: of one sequence, or of all packed ones together
   float scale = 1;        // of the scores, without scale_power
   float keep_scale = 1;
@@ -275,8 +276,9 @@ struct BackwardPlan {
   BackwardSpec spec;
   i64 row_tiles = 0;    // of all query heads together
   i64 query_tiles = 0;  // per query head: of one sequence, or of all packed ones together
-  i64 key_tiles = 0;    // per key head
-  i64 blocks = 0;       // of portable_backward; 0: no gradient of q, k, v is wanted
+  int heads_in_step = 1;
+  i64 key_tiles = 0;  // per key head
+  i64 blocks = 0;     // of portable_backward; 0: no gradient of q, k, v is wanted
   MaskTiles mask;
 
   bool bias = false;  // the gradient of a bias is wanted

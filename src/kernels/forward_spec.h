@@ -86,6 +86,7 @@ struct ForwardArguments {
   float score_lag = 0;  // kLagLog2 in units of q.k
   float keep_scale = 1;
   u32 keep_threshold = 0;
+  int heads_in_step = 1;       // see head_tile_at
   bool longest_first = false;  // tiles in descending order
 };
 
@@ -94,6 +95,7 @@ struct ForwardPlan {
   ForwardSpec spec;
   i64 query_tiles = 0;  // per head: of one sequence, or of all packed ones together
   i64 blocks = 0;
+  int heads_in_step = 1;
   bool longest_first = false;
   MaskTiles mask;  // classes of them (MaskClassesView) in the workspace
   i64 workspace_bytes = 0;

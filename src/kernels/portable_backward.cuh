@@ -1,7 +1,7 @@
 // Backward on tensor cores that every GPU since Ampere has: one block, one tile of keys of one
 // key/value head, against the query tiles of all heads of its group that see some of it.
 //
-//   copy K, V, the first Q, dO
+//   copy K; then V, the first Q, dO, while K is looked through
 //   for each query tile                       (two stages; with one, Q and dO are copied first)
 //     Q, dO are here; copy the next Q, dO
 //     dQ of the tile before += dS K           added to global memory in fp32
@@ -112,8 +112,11 @@ struct PortableBackward : Worker {
     u32 item = ptx::block_idx();
     if constexpr (kSpec.ordered) item = draw(args.ticket, shared.poison[0]);
     const u32 num_tiles = static_cast<u32>(args.key_tiles);
-    const u32 bh = item / num_tiles, num_heads = static_cast<u32>(p.heads_k);
-    TileAt where{bh / num_heads, item % num_tiles};
+    const u32 num_heads = static_cast<u32>(p.heads_k);
+    const HeadTile of =
+        head_tile_at(item, num_tiles, heads_of(p.sequences.cu_k, p.sequences.batch, p.heads_k),
+                     static_cast<u32>(args.heads_in_step));
+    TileAt where{of.head / num_heads, of.tile};
     if constexpr (kSpec.ordered) where.tile = num_tiles - 1 - where.tile;
     if (p.sequences.cu_k.bytes != 0) {
       where =
@@ -122,7 +125,7 @@ struct PortableBackward : Worker {
     const Sequence seq = sequence_at(p.sequences, where.b);
     Facts f;
     f.b = static_cast<int>(where.b);
-    f.kv_head = static_cast<int>(bh % num_heads);
+    f.kv_head = static_cast<int>(of.head % num_heads);
     f.num_q = static_cast<int>(seq.used.q);
     f.num_k = static_cast<int>(seq.used.k);
     f.key_tile = static_cast<int>(where.tile);
@@ -184,13 +187,16 @@ struct PortableBackward : Worker {
   }
 
   // ---- copies ----
-  // Without dO nothing depends on V: zeros stand for it, so that what it holds meets no zero of dO.
   __forceinline__ void copy_keys() {
     const int count = fact(&Facts::num_k) - fact(&Facts::j0);
     Copy<KTile>::load(ptx::shared_address(&shared.k),
                       rows_of<kElement>(p, p.k, fact(&Facts::b), fact(&Facts::k_row),
                                         fact(&Facts::kv_head), count, kTileK, p.dim),
                       thread);
+  }
+  // Without dO nothing depends on V: zeros stand for it, so that what it holds meets no zero of dO.
+  __forceinline__ void copy_values() {
+    const int count = fact(&Facts::num_k) - fact(&Facts::j0);
     Copy<VTile>::load(
         ptx::shared_address(&shared.v),
         rows_of<kElement>(p, p.v, fact(&Facts::b), fact(&Facts::k_row), fact(&Facts::kv_head),
@@ -606,9 +612,11 @@ struct PortableBackward : Worker {
     const Step first = settle({0, fact(&Facts::tile_begin)});
     if (present(first)) {
       copy_keys();
+      ptx::cp_async_commit();
+      copy_values();
       copy_rows(first, 0);
       ptx::cp_async_commit();
-      ptx::cp_async_wait<0>();
+      ptx::cp_async_wait<1>();  // K is here, the rest on its way until the loop waits
       __syncthreads();
       if (p.scale_power != 1.0f) {
         multiply_tile<KTile, kElement, kThreads>(ptx::shared_address(&shared.k), thread,

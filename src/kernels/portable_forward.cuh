@@ -123,7 +123,8 @@ struct PortableForward : Worker {
 
   // Which tile of which head this block owns. False when it has no rows.
   __forceinline__ bool locate() {
-    const QueryTile tile = query_tile_at(p, ptx::block_idx(), kSpec.tile_q, args.longest_first);
+    const QueryTile tile =
+        query_tile_at(p, ptx::block_idx(), kSpec.tile_q, args.heads_in_step, args.longest_first);
     take(tile);
     return tile.present();
   }

@@ -219,6 +219,20 @@ std::int64_t tiles_of(const Problem& p, std::int64_t rows, int tile) {
   return kernels::tiles_per_head(rows, tile, p.packed, p.batch);
 }
 
+// How many heads go in step (head_tile_at). With a right border alone some tiles are longer than
+// others: the longest of many heads come first, so that no long one ends last. Where blocks take
+// turns adding to dQ, those that run at once belong to many heads and wait less. Elsewhere head
+// after head keeps in L2 what its blocks share; so do smaller groups when heads are short.
+int heads_in_step(const Problem& p, const CudaFacts& facts, int blocks_per_sm, std::int64_t heads,
+                  std::int64_t tiles, bool ordered) {
+  const bool uneven = p.variant.band_end < kUnbounded && p.variant.band_begin == -kUnbounded;
+  if (heads < 2 || tiles < 1 || !(ordered ? !p.variant.banded() : uneven)) return 1;
+  constexpr int kShort = 16, kFewWaves = 2, kWaves = 8;
+  const int waves = ordered || tiles <= kShort ? kFewWaves : kWaves;
+  const std::int64_t blocks = std::int64_t{waves} * facts.num_sms * blocks_per_sm;
+  return static_cast<int>(std::clamp<std::int64_t>(ceil_div(blocks, tiles), 1, heads));
+}
+
 MaskTiles mask_tiles(const Problem& p, int tile_q, int tile_k) {
   MaskTiles m;
   if (!p.mask) return m;
@@ -334,6 +348,8 @@ ForwardPlan plan_cuda_forward(const Problem& p, const ForwardTensors& t, const C
   check_blocks(plan.blocks);
   // With a right border later rows see more keys: they start first, so that none of them ends last.
   plan.longest_first = p.variant.band_end < kUnbounded;
+  plan.heads_in_step = heads_in_step(p, facts, spec.blocks_per_sm,
+                                     p.heads_q * (p.packed ? 1 : p.batch), plan.query_tiles, false);
   plan.mask = mask_tiles(p, spec.tile_q, spec.tile_k);
   plan.workspace_bytes = plan.mask.blocks * 4;
   return plan;
@@ -376,6 +392,8 @@ BackwardPlan plan_cuda_backward(const Problem& p, const BackwardTensors& t,
   if (t.dq || t.dk || t.dv) {
     plan.blocks = plan.key_tiles * p.heads_k * batches;
     plan.mask = mask_tiles(p, spec.tile_q, spec.tile_k);
+    plan.heads_in_step = heads_in_step(p, facts, spec.blocks_per_sm, p.heads_k * batches,
+                                       plan.key_tiles, spec.ordered);
   }
   check_blocks(std::max(plan.blocks, plan.row_tiles));
   if (t.dbias) plan_bias(p, t.dbias, facts, plan);

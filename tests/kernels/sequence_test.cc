@@ -96,6 +96,31 @@ TEST(RowTiles, every_tile_with_rows_has_a_number_of_its_own) {
   }
 }
 
+TEST(HeadTiles, heads_go_in_step_and_every_tile_has_one_item) {
+  for (const u32 num_tiles : {1u, 2u, 7u}) {
+    for (const u32 num_heads : {1u, 5u, 12u}) {
+      for (u32 in_step = 1; in_step <= num_heads; ++in_step) {
+        std::set<std::pair<u32, u32>> seen;
+        u32 group = 0, tile = 0;
+        for (u32 item = 0; item < num_tiles * num_heads; ++item) {
+          const HeadTile at = head_tile_at(item, num_tiles, num_heads, in_step);
+          ASSERT_LT(at.head, num_heads);
+          ASSERT_LT(at.tile, num_tiles);
+          ASSERT_TRUE(seen.insert({at.head, at.tile}).second);
+          // Groups one after the other, and in each no tile before all heads have begun the last.
+          const u32 own = at.head / in_step;
+          ASSERT_GE(own, group);
+          if (own == group) {
+            ASSERT_GE(at.tile, tile);
+          }
+          group = own;
+          tile = at.tile;
+        }
+      }
+    }
+  }
+}
+
 TEST(PackedTiles, sequences_lie_where_the_offsets_say) {
   const std::vector<i32> cu_q{0, 3, 3, 10}, cu_k{0, 5, 9, 9}, used{2, 0, 4};
   SequencesView s;

@@ -75,6 +75,34 @@ TEST(CudaPlan, what_32_bits_do_not_count_is_refused) {
   EXPECT_EQ(refusal_of(ask).substr(0, 53), "batch * heads * seqlen needs 2684354560 blocks: fewer");
 }
 
+// 132 multiprocessors; tiles of 128 queries forward and of 128 keys backward.
+TEST(CudaPlan, heads_go_in_step_where_tiles_differ_or_blocks_take_turns) {
+  const auto in_step = [](std::int64_t seqlen, bool causal, int window_left, bool ordered) {
+    CudaQuestion ask;
+    ask.batch = 64;
+    ask.heads = ask.kv_heads = 16;
+    ask.sq = ask.sk = seqlen;
+    Attention a = ask.attention();
+    if (!causal) a.causal = Causal::kNone;
+    if (window_left >= 0) a.window_left = window_left;
+    const Problem p = make_problem(a, {DeviceType::kCuda, 0});
+    const CudaFacts& facts = kCudaKinds[3].facts;
+    const auto forward = plan_cuda_forward(p, ask.forward(p), facts);
+    const auto backward = plan_cuda_backward(p, ask.backward(p), ordered, facts);
+    EXPECT_EQ(forward.spec.tile_q, 128);
+    EXPECT_EQ(backward.spec.tile_k, 128);
+    return std::pair{forward.heads_in_step, backward.heads_in_step};
+  };
+  EXPECT_EQ(in_step(512, true, -1, false), (std::pair{132, 132}));  // two waves of 264 blocks
+  EXPECT_EQ(in_step(4096, true, -1, false), (std::pair{66, 66}));   // eight
+  EXPECT_EQ(in_step(4096, false, -1, false), (std::pair{1, 1}));
+  EXPECT_EQ(in_step(4096, true, 100, false), (std::pair{1, 1}));
+  EXPECT_EQ(in_step(4096, true, 5000, false), (std::pair{66, 66}));  // hides nothing
+  EXPECT_EQ(in_step(4096, false, -1, true), (std::pair{1, 17}));     // two
+  EXPECT_EQ(in_step(4096, true, -1, true), (std::pair{66, 1}));
+  EXPECT_EQ(in_step(100, true, -1, false).first, 528);
+}
+
 TEST(CudaPlan, backward_covers_all_rows_and_keys) {
   for (const auto& [sq, sk] : {std::pair{1, 1}, {63, 65}, {128, 128}, {1000, 3}, {0, 7}, {7, 0}}) {
     CudaQuestion ask;

@@ -85,17 +85,35 @@ struct QueryTile {
 
   bool present() const { return row0 >= 0 && row0 < num_rows; }
 };
-// Tile `item` of all heads, head by head; in descending order within a head when `descending`.
+// A tile of one head, of those of all batch entries.
+struct HeadTile {
+  u32 head, tile;
+};
+// Item `item` when each head has num_tiles tiles and heads go in step, `in_step` of them at a time:
+// the first tile of each, then the second of each, and so on.
+static inline HeadTile head_tile_at(u32 item, u32 num_tiles, u32 num_heads, u32 in_step) {
+  const u32 first = item / (num_tiles * in_step) * in_step;
+  const u32 heads = num_heads - first < in_step ? num_heads - first : in_step;
+  const u32 rest = item - first * num_tiles;
+  return {first + rest % heads, rest / heads};
+}
+// How many heads have tiles: packed sequences share theirs.
+static inline u32 heads_of(const IndexView& cu, i64 batch, int num_heads) {
+  return static_cast<u32>(num_heads) * (cu.bytes != 0 ? 1 : static_cast<u32>(batch));
+}
+
+// Tile `item` of all heads; in descending order within a head when `descending`.
 static inline QueryTile query_tile_at(const ProblemView& p, u32 item, int tile_rows,
-                                      bool descending = false) {
+                                      int heads_in_step = 1, bool descending = false) {
   const u32 num_tiles = static_cast<u32>(p.query_tiles), num_heads = static_cast<u32>(p.heads_q);
-  const u32 bh = item / num_tiles;
-  u32 tile = item % num_tiles;
-  if (descending) tile = num_tiles - 1 - tile;
+  const HeadTile of =
+      head_tile_at(item, num_tiles, heads_of(p.sequences.cu_q, p.sequences.batch, p.heads_q),
+                   static_cast<u32>(heads_in_step));
+  const u32 tile = descending ? num_tiles - 1 - of.tile : of.tile;
   QueryTile t;
-  t.at.h = static_cast<int>(bh % num_heads);
+  t.at.h = static_cast<int>(of.head % num_heads);
   t.at.kv_head = t.at.h / p.group;
-  TileAt where{bh / num_heads, tile};
+  TileAt where{of.head / num_heads, tile};
   if (p.sequences.cu_q.bytes != 0) {
     where = packed_tile(p.sequences.cu_q, p.sequences.batch, p.sequences.rows_q, tile_rows, tile);
   }
