@@ -49,9 +49,11 @@ struct PortableForward : Worker {
   static constexpr int kOutBlocks = kSpec.dim_v / 8 / kSharing;
   static constexpr int kStoredRows = kWarpRows / kSharing;
   static constexpr int kQSteps = kSpec.q_in_registers ? kSpec.dim / Op::kDepth : 1;
-  // Float32 with many columns: what depends on the thread is found anew where it is used, because
-  // kept through the loop it would cost registers that there are not.
-  static constexpr bool kScarce = kElement == Element::kFloat32 && kSpec.dim_v > 128;
+  // Float32 with many columns, and float16 on 10.x: what depends on the thread is found anew where
+  // it is used, because kept through the loop it would cost registers that there are not.
+  static constexpr bool kScarce =
+      (kElement == Element::kFloat32 && kSpec.dim_v > 128) ||
+      (kElement == Element::kFloat16 && kSpec.dim_v == 128 && kSpec.arch / 100 == 10);
   // Q in registers: K is asked for before Q is waited for. Elsewhere that costs registers.
   static constexpr bool kEarlyK = kSpec.q_in_registers;
   static constexpr float kExactLog2 = 4096.0f;  // beyond, c * s - c * ref is not exact enough
@@ -130,9 +132,8 @@ struct PortableForward : Worker {
   }
   // The same once more, after a loop through which it is not kept.
   __forceinline__ void recall() {
-    // Here the compiler would spill 8 bytes (10.0 at head dim 128; 8.0 in float16 with all
-    // options).
-    if constexpr (kSpec.arch / 100 == 10 ||
+    // Here the compiler would spill (10.x; 8.0 in float16 with all options).
+    if constexpr ((kSpec.arch / 100 == 10 && !kScarce) ||
                   (kElement == Element::kFloat16 && kSpec.dim_v > 128 && !kFeatures.plain())) {
       locate();
     } else {
