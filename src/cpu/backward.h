@@ -21,12 +21,16 @@ namespace onefold::cpu::ONEFOLD_ISA {
 // than 2^-14.
 inline constexpr double kFarLog2 = 1024;
 
-// In double, over four partial sums.
+// In double: a vector of partial sums.
 template <class R>
 inline double dot(const R* a, const R* b, std::int64_t count) {
-  double sum[4] = {};
-  for (std::int64_t d = 0; d < count; ++d) sum[d % 4] += double{a[d]} * double{b[d]};
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  constexpr int kW = kWidth<double>;
+  Vec<double> sums{};
+  std::int64_t d = 0;
+  for (; d + kW <= count; d += kW) sums = fma(load_as_double(a + d), load_as_double(b + d), sums);
+  double sum = sum_of_lanes<double>(sums);
+  for (; d < count; ++d) sum += double{a[d]} * double{b[d]};
+  return sum;
 }
 
 template <class X>
@@ -100,11 +104,14 @@ struct BackwardItem {
     const std::int64_t step = padded_dim<R>(dim);
     R* rows = s.rows;
     if constexpr (!kPairs) rows = to;
-    for (std::int64_t d = 0; d < step * tile.vectors * kWidth<R>; ++d) rows[d] = R(0);
-    for (int lane = 0; from && lane < tile.rows; ++lane) {
-      load_row(rows + lane * step,
-               from.at(heads.b, seq.q_begin + s.lanes.query[lane], s.lanes.head[lane]), from.dtype,
-               from.dim, dim);
+    for (int lane = 0; lane < tile.vectors * kWidth<R>; ++lane) {
+      const bool live = from && lane < tile.rows;
+      R* row = rows + lane * step;
+      if (live) {
+        load_row(row, from.at(heads.b, seq.q_begin + s.lanes.query[lane], s.lanes.head[lane]),
+                 from.dtype, from.dim, dim);
+      }
+      for (std::int64_t d = live ? dim : 0; d < step; ++d) row[d] = R(0);
     }
     return rows;
   }
@@ -501,15 +508,6 @@ struct BackwardItem {
     std::int64_t tiles() const { return (row_end - row_begin + kLanes<R> - 1) / kLanes<R>; }
   };
 
-  template <class Function>
-  void for_each_tile(const Piece& piece, Function&& function) {
-    for (std::int64_t idx = 0; idx < piece.tiles(); ++idx) {
-      const QueryTile q = tile(piece.row_begin + idx * kLanes<R>, piece.row_end);
-      set_lanes(p, q, s.lanes);
-      function(q, s.query_data(p, piece.first_tile + idx));
-    }
-  }
-
   static void clear(R* sums, KeyInterval keys, std::int64_t dim) {
     for (std::int64_t x = keys.begin * dim; x < keys.end * dim; ++x) sums[x] = R(0);
   }
@@ -518,20 +516,19 @@ struct BackwardItem {
   }
 
   // Pieces against all their keys: every stretch is packed once for all of them, and the private
-  // sums of its keys are cleared, formed and added while they are in cache.
+  // sums of its keys are cleared, formed and added while they are in cache. A tile is loaded with
+  // the first stretch and left after the last one; where there is one, all take turns in one slot.
   void pass(const Piece* pieces, int count) {
     const Tiles& t = call.tiles;
     const std::int64_t dim = padded_dim<R>(p.dim), dim_v = padded_dim<R>(p.dim_v);
     KeyInterval all = pieces[0].keys;
-    for (int n = 0; n < count; ++n) {
-      for_each_tile(pieces[n], [&](const QueryTile& q, const QueryData<X>& x) {
-        load_queries(q, x);
-        weigh_far_rows(q, x);
-      });
+    for (int n = 1; n < count; ++n) {
       if (pieces[n].keys.begin < all.begin) all.begin = pieces[n].keys.begin;
       if (pieces[n].keys.end > all.end) all.end = pieces[n].keys.end;
     }
-    for (std::int64_t super = all.begin; super < all.end; super += t.super_keys) {
+    const bool one_slot = all.end - all.begin <= t.super_keys;
+    std::int64_t super = all.begin;
+    do {
       const std::int64_t super_end =
           super + t.super_keys < all.end ? super + t.super_keys : all.end;
       const std::int64_t key_end = super_end < seq.used.k ? super_end : seq.used.k;
@@ -544,7 +541,14 @@ struct BackwardItem {
           clear(dk, keys, dim);
           clear(dv, keys, dim_v);
         }
-        for_each_tile(piece, [&](const QueryTile& q, const QueryData<X>& x) {
+        for (std::int64_t idx = 0; idx < piece.tiles(); ++idx) {
+          const QueryTile q = tile(piece.row_begin + idx * kLanes<R>, piece.row_end);
+          const QueryData<X> x = s.query_data(p, one_slot ? 0 : piece.first_tile + idx);
+          set_lanes(p, q, s.lanes);
+          if (super == all.begin) {
+            load_queries(q, x);
+            if (weigh_far_rows(q, x)) pack(super, key_end);
+          }
           for (std::int64_t j = keys.begin; j < keys.end; j += t.keys) {
             const int num_keys = static_cast<int>(key_end - j < t.keys ? key_end - j : t.keys);
             const KeyCut cut = attend_any(q, j, num_keys, (j - super) / t.keys, x);
@@ -552,26 +556,25 @@ struct BackwardItem {
               store_bias_gradient(q, j + cut.first, cut.count);
             }
           }
-        });
+          if (super_end == all.end) finish(piece, q, x);
+        }
         if (total_dk && piece.ends) {
           add(total_dk, dk, keys, dim);
           add(total_dv, dv, keys, dim_v);
         }
       }
-    }
-    for (int n = 0; n < count; ++n) finish(pieces[n]);
+      super += t.super_keys;
+    } while (super < all.end);
   }
 
-  void finish(const Piece& piece) {
+  void finish(const Piece& piece, const QueryTile& q, const QueryData<X>& x) {
     const std::int64_t at =
         ((heads.b * p.heads_k + heads.kv_head) * call.num_chunks + piece.chunk) * p.group;
-    for_each_tile(piece, [&](const QueryTile& q, const QueryData<X>& x) {
-      if (want_dq) store_dq(q, x);
-      if (call.sink_sums) add_sinks(q, x, call.sink_sums + at);
-      for (int lane = 0; call.slope_sums && lane < q.rows; ++lane) {
-        call.slope_sums[at + s.lanes.head[lane] - heads.first_head] -= double{x.slope_sum[lane]};
-      }
-    });
+    if (want_dq) store_dq(q, x);
+    if (call.sink_sums) add_sinks(q, x, call.sink_sums + at);
+    for (int lane = 0; call.slope_sums && lane < q.rows; ++lane) {
+      call.slope_sums[at + s.lanes.head[lane] - heads.first_head] -= double{x.slope_sum[lane]};
+    }
   }
 
   // Chunks of queries, in order.
@@ -642,10 +645,14 @@ void backward_item(const BackwardCall& call, std::int64_t index, int worker) {
     work.dv = s.chunk_dv;
   }
   R *dk = totals ? s.total_dk : s.chunk_dk, *dv = totals ? s.total_dv : s.chunk_dv;
-  const std::int64_t keys = round_up(seq.used.k, call.tiles.keys);
-  if (call.wants.dkv) {
-    for (std::int64_t x = 0; x < keys * dim; ++x) dk[x] = R(0);
-    for (std::int64_t x = 0; x < keys * dim_v; ++x) dv[x] = R(0);
+  if (call.wants.dkv) {  // all that no pass clears
+    const TileRange seen = kv_range(p.variant, seq.used, 0, seq.used.q);
+    const std::int64_t keys = round_up(seq.used.k, call.tiles.keys);
+    const KeyInterval before{0, totals ? keys : seen.begin}, behind{totals ? keys : seen.end, keys};
+    for (const KeyInterval& rest : {before, behind}) {
+      work.clear(dk, rest, dim);
+      work.clear(dv, rest, dim_v);
+    }
   }
   if (totals) {
     work.total_dk = dk;

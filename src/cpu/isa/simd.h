@@ -56,6 +56,14 @@ template <class R>
 inline void store(R* p, const Vec<R>& v) {
   __builtin_memcpy(p, &v, sizeof v);
 }
+// As many numbers as a vector of double holds.
+template <class R>
+inline Vec<double> load_as_double(const R* p) {
+  typedef R Some __attribute__((vector_size(kWidth<double> * sizeof(R))));
+  Some v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, Vec<double>);
+}
 // The same vector, kept in a register: without this g++ 12 reads it again from memory per use. By
 // value, because a reference to an array element would put the array on the stack.
 template <class V>
