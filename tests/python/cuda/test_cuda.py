@@ -42,13 +42,20 @@ def test_nothing_is_allocated_beside_torch():
     inputs, mask = make_inputs(), make_mask()
     onefold.attention(*inputs, mask=mask)
     torch.cuda.synchronize()
-    free, _ = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved()
-    for _ in range(100):
-        onefold.attention(*inputs, mask=mask)
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_reserved() == reserved
-    assert torch.cuda.mem_get_info()[0] == free
+
+    def free_after_calls() -> list[int]:
+        before, _ = torch.cuda.mem_get_info()
+        for _ in range(100):
+            onefold.attention(*inputs, mask=mask)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_reserved() == reserved
+        return [before, torch.cuda.mem_get_info()[0]]
+
+    # Free memory is that of the whole device, which other processes use too: they may change it
+    # during some attempts, memory of our own would during every one.
+    attempts = [free_after_calls() for _ in range(20)]
+    assert any(before == after for before, after in attempts), attempts
 
 
 def test_a_long_sequence_takes_no_memory_that_grows_with_its_square():
