@@ -15,6 +15,10 @@
 namespace onefold::cpu::ONEFOLD_ISA {
 
 inline constexpr int kDecodeRows = 8, kDecodeKeys = 64;
+// The number of rows that the code for `rows` of them is made for.
+inline int made_for(std::int64_t rows) {
+  return rows <= 2 ? static_cast<int>(rows) : rows <= 4 ? 4 : 8;
+}
 // Up to so many rows heads take turns: keys of a turn, bytes from a row to the one asked for.
 inline constexpr int kFewRows = 2;
 template <class T>
@@ -164,7 +168,8 @@ struct Asking {
 };
 
 // What an item keeps of its heads while their keys go by, and of the key tile in flight. Rows of
-// one head follow each other.
+// one head follow each other, and heads do: as many rows each as the code is made for, because 8
+// rows of every head would lie in the same sets of the first cache.
 struct DecodeScratch {
   void* q;                  // [head][d / kW][row][kW], scaled, as operands
   float *out, *part;        // [head][row][step]: not yet divided; of the tile so far
@@ -214,10 +219,8 @@ struct DecodeTile {
       return widen(at);
     }
   }
-  const Pair* weights(int r) const {
-    return s.weights + (head * kDecodeRows + r) * kDecodeKeys / 2;
-  }
-  float* scores(int r) const { return s.scores + (head * kDecodeRows + r) * kDecodeKeys; }
+  const Pair* weights(int r) const { return s.weights + (head * kRows + r) * kDecodeKeys / 2; }
+  float* scores(int r) const { return s.scores + (head * kRows + r) * kDecodeKeys; }
 
   // The scores of kKeys keys from k on. Functions like this one are not inlined, so that registers
   // are left to it.
@@ -276,14 +279,14 @@ struct DecodeTile {
 
   void drop(int r, int key) const {
     if constexpr (kPairs) {
-      Pair& pair = s.weights[((head * kDecodeRows + r) * kDecodeKeys + key) / 2];
+      Pair& pair = s.weights[((head * kRows + r) * kDecodeKeys + key) / 2];
       pair &= key % 2 == 0 ? static_cast<Pair>(0xFFFF0000) : 0x0000FFFF;
     }
   }
 
   template <int kKeys>
   void score_blocks(int& key, int end) const {
-    const X* q = static_cast<const X*>(s.q) + head * kDecodeRows * operands<X>(dim);
+    const X* q = static_cast<const X*>(s.q) + head * kRows * operands<X>(dim);
     for (; key + kKeys <= end; key += kKeys) {
       score_keys<kKeys>(q, k_row(key), rows.k_step, asking, dim, factor, scores(0) + key);
     }
@@ -381,10 +384,10 @@ struct DecodeTile {
 
   // Adds keys [begin, end) of the tile's `count` to its part, and the whole part to out.
   void sum_values(int begin, int end, int count) const {
-    const std::int64_t at = head * kDecodeRows * s.step;
+    const std::int64_t at = head * kRows * s.step;
     const float* part = begin > 0 ? s.part + at : nullptr;
     float* to = (end < count ? s.part : s.out) + at;
-    const float* keep = end < count ? nullptr : s.keep + head * kDecodeRows;
+    const float* keep = end < count ? nullptr : s.keep + head * kRows;
     const T* v = v_row(begin);
     std::int64_t d = 0;
     const auto sum = [&]<int kVectors>() {
@@ -408,7 +411,7 @@ struct DecodeTile {
   // of sum_values, so that what a row does not see leaves its bits alone.
   void sum_seen(int count, int live) const {
     for (int r = 0; r < live; ++r) {
-      const std::int64_t row = head * kDecodeRows + r;
+      const std::int64_t row = head * kRows + r;
       const bool* hidden = s.hidden + row * kDecodeKeys;
       const Vf keep = splat(s.keep[row]);
       const auto value = [&](int key, std::int64_t d) {
@@ -528,7 +531,7 @@ void weigh_head(const Problem& p, const Sequence& seq, const QueryTile& tile,
                 LaneFacts<float>& lanes, const DecodeTile<T, X, kRows>& work, std::int64_t j,
                 int count, float* row) {
   const DecodeScratch& s = work.s;
-  const std::int64_t first = work.head * kDecodeRows;
+  const std::int64_t first = work.head * kRows;
   bool some_hidden = false;
   const TileClass band =
       tile_class(p.variant, seq.used, tile.query_begin, tile.query_end, j, j + count);

@@ -375,10 +375,10 @@ inline void decode_heads(const ForwardCall& call, const Item& item, bool with_si
     work.load_queries(tile, tile.rows, score_factor<X>(p).of_queries, with_sink, s.ref, s.sum);
     for (int r = 0; r < kRows; ++r) {
       const bool live = r < rows;
-      const std::int64_t row = n * kDecodeRows + r;
+      const std::int64_t row = n * kRows + r;
       float* from = s.rows + r * q_step;
       for (std::int64_t d = 0; !live && d < p.dim; ++d) from[d] = 0.0f;
-      X* q = static_cast<X*>(to.q) + n * kDecodeRows * operands<X>(p.dim) + r * kW;
+      X* q = static_cast<X*>(to.q) + n * kRows * operands<X>(p.dim) + r * kW;
       for (std::int64_t d = 0; d < p.dim; d += kTerms<X> * kW, q += kRows * kW) {
         if constexpr (kPairs) {
           narrow_row(from + d, 2 * kW, q);
@@ -392,7 +392,7 @@ inline void decode_heads(const ForwardCall& call, const Item& item, bool with_si
     }
   }
   for (std::int64_t n = 0; n < item.kv_heads; ++n) {
-    float* out = to.out + n * kDecodeRows * to.step;
+    float* out = to.out + n * kRows * to.step;
     for (std::int64_t x = 0; x < kRows * to.step; ++x) out[x] = 0;
   }
   const QueryTile any = tile_of(0);
@@ -433,7 +433,7 @@ inline void decode_heads(const ForwardCall& call, const Item& item, bool with_si
   }
   // Makes out, a sum with rounded weights, the one that belongs to `sum`.
   for (std::int64_t n = 0; kPairs && n < item.kv_heads; ++n) {
-    for (std::int64_t row = n * kDecodeRows; row < n * kDecodeRows + rows; ++row) {
+    for (std::int64_t row = n * kRows; row < n * kRows + rows; ++row) {
       const float factor = to.mass[row] == 0 ? 1.0f : to.sum[row] / to.mass[row];
       for (std::int64_t d = 0; d < p.dim_v; ++d) to.out[row * to.step + d] *= factor;
     }
@@ -444,10 +444,16 @@ template <class T, class X>
 inline void decode_heads_any(const ForwardCall& call, const Item& item, bool with_sink,
                              ForwardScratch<float>& s, const DecodeScratch& to) {
   const std::int64_t rows = item.row_end - item.row_begin;
-  if (rows == 1) return decode_heads<T, X, 1>(call, item, with_sink, s, to);
-  if (rows == 2) return decode_heads<T, X, 2>(call, item, with_sink, s, to);
-  if (rows <= 4) return decode_heads<T, X, 4>(call, item, with_sink, s, to);
-  decode_heads<T, X, 8>(call, item, with_sink, s, to);
+  switch (made_for(rows)) {
+    case 1:
+      return decode_heads<T, X, 1>(call, item, with_sink, s, to);
+    case 2:
+      return decode_heads<T, X, 2>(call, item, with_sink, s, to);
+    case 4:
+      return decode_heads<T, X, 4>(call, item, with_sink, s, to);
+    default:
+      return decode_heads<T, X, kDecodeRows>(call, item, with_sink, s, to);
+  }
 }
 
 // Leaves the states of `rows` rows from `first` on for merge_split_item.
@@ -485,8 +491,8 @@ static void decode_item(const ForwardCall& call, const Item& item, bool with_sin
   }
   const std::int64_t rows = item.row_end - item.row_begin, step = to.step;
   for (std::int64_t n = 0; n < item.kv_heads; ++n) {
-    const float* out = to.out + n * kDecodeRows * step;
-    const float *ref = to.ref + n * kDecodeRows, *sum = to.sum + n * kDecodeRows;
+    const std::int64_t first = n * made_for(rows);
+    const float *out = to.out + first * step, *ref = to.ref + first, *sum = to.sum + first;
     if (item.partial >= 0) {
       keep_partial(call, item.partial + n * item.partial_step, 0, rows, out, ref, sum);
       continue;
